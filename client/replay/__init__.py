@@ -1,0 +1,1 @@
+"""``mambapool replay``: schedulers over a public request trace, each step as an engine does it."""

@@ -1,0 +1,1 @@
+"""The allocator process, its light parent ``serve``, and the command line."""
