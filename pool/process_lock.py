@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
+import time
 from pathlib import Path
 
 from mambapool.pool.errors import AllocatorAlreadyRunning, RuntimeDirError
@@ -21,15 +22,19 @@ class ProcessLock:
     the lock. It is left in place, since unlinking it would let two processes lock two files of one name.
     """
 
-    def __init__(self, path: Path, role: str) -> None:
-        """Take the lock, or raise :class:`AllocatorAlreadyRunning` that names the holder's pid."""
+    def __init__(self, path: Path, role: str, *, wait_s: float = 0.0) -> None:
+        """Take the lock, or raise :class:`AllocatorAlreadyRunning` that names the holder's pid.
+
+        With ``wait_s`` the holder is given that long to end: a child of ``serve`` may find the orphan of a
+        ``serve`` that was killed, which ends by itself.
+        """
         self.path = path
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise RuntimeDirError(f"cannot open the lock file {path}: {error.strerror}") from error
         try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._take(time.monotonic() + wait_s)
         except OSError as error:
             holder = self._holder()
             os.close(self._fd)
@@ -38,6 +43,16 @@ class ProcessLock:
             ) from error
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def _take(self, deadline: float) -> None:
+        while True:
+            try:
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except (BlockingIOError, PermissionError):  # EAGAIN or EACCES: fcntl(2) allows both
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(0.02)
 
     def _holder(self) -> str:
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)

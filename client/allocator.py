@@ -1,0 +1,265 @@
+"""The allocator that schedulers see: SGLang's ``MambaSlotAllocator``, over the slots of a shared pool."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from typing import Any, SupportsIndex
+
+import numpy as np
+import torch
+
+from mambapool.client.record import Record
+from mambapool.client.slot_tensors import SlotTensors
+from mambapool.client.transport import Transport
+from mambapool.pool import protocol
+from mambapool.pool.errors import MambaPoolError
+from mambapool.pool.index_tensors import slot_ids
+from mambapool.pool.slot_table import H_FREE_COUNT, SlotTableReader
+
+
+class SlotAllocator:
+    """Hands out slots of a pool that other processes use too. SGLang's names, meanings and order.
+
+    Exhaustion is ``None``; a window is all or nothing. Misuse raises an
+    :class:`~mambapool.pool.errors.InvalidSlots` that names the slots and changes nothing.
+
+    Safe to use from several threads; a window belongs to the client, not to the thread that opened it.
+    After a fork the child's copy raises :class:`~mambapool.pool.errors.ForkedClient`. Slot tensors are shared
+    views: clone one before writing into it.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        table: SlotTableReader,
+        row: int,
+        device: torch.device | str,
+        *,
+        debug: bool = False,
+    ) -> None:
+        #: Slots of the pool; ids are 1..size.
+        self.size = table.layout.slots
+        #: Where slot tensors live, as it was given.
+        self.device = device
+        self._transport = transport
+        self._posted = transport.posted
+        self._table = table
+        self._table_items = table.items
+        self._row = row
+        self._tensors = SlotTensors(self.size, torch.device(device))
+        self._cached = self._tensors.cached
+        self._record = Record(table, transport.number)
+        self._marks = self._record.marks
+        self._debug = debug
+        #: The open window's slots that alloc(1) has not handed out, next one last.
+        self._window: list[int] = []
+        self._window_open = False
+        #: What was freed inside the open window, in call order: it travels with the next message.
+        self._freed_inside: list[int] = []
+        # One call at a time changes what the allocator is asked for; the other lock guards the record and
+        # is held for microseconds, so that free() never waits for a call.
+        self._calls = threading.Lock()
+        self._lock = threading.Lock()
+        self._unusable: MambaPoolError | None = None
+
+    def __repr__(self) -> str:
+        window = f", window of {len(self._window)} left" if self._window_open else ""
+        return f"SlotAllocator(session={self._transport.number}, size={self.size}{window})"
+
+    def available_size(self) -> int:
+        """How many slots an ``alloc`` could get now; no message: read from the slot table.
+
+        Free slots, and those that this client has given back and the allocator has not yet applied.
+        """
+        if self._posted or self._freed_inside or self._unusable:
+            return self._available_with_pending()
+        return self._table_items[H_FREE_COUNT]
+
+    def schedulable_available_size(self) -> int:
+        """The same number: this pool is static, as SGLang's is."""
+        return self.available_size()
+
+    @property
+    def free_slots(self) -> torch.Tensor:
+        """The free list as far as this client can know it, head first: int64 on :attr:`device`.
+
+        A new tensor at each call: changing it frees nothing. Waits until what was posted is applied.
+        """
+        with self._calls:
+            self._check_usable()
+            free = self._transport.settle(self._table, self._row)
+            with self._lock:
+                ids = np.concatenate((free, np.array(self._freed_inside, np.int64)))
+        return torch.from_numpy(ids).to(self.device)
+
+    def alloc(self, need_size: SupportsIndex) -> torch.Tensor | None:
+        """``need_size`` slots as an int64 tensor of shape ``(need_size,)``, or None: not so many are free.
+
+        ``alloc(1)`` inside a window costs no message; everything else is one round trip.
+        """
+        if need_size == 1:
+            try:
+                slot = self._window.pop()
+            except IndexError:
+                pass
+            else:
+                self._marks[slot] = 1
+                return self._cached[slot]
+        return self._alloc_by_message(need_size)
+
+    def alloc_group_begin(self, num_reqs: SupportsIndex, partial: bool = False) -> None:
+        """Open a window of ``num_reqs`` slots, which ``alloc(1)`` then drains without messages.
+
+        All or nothing, unless ``partial``: then as many as there are. When nothing comes, no window is open
+        and ``alloc`` asks one by one. The rest of a window that is still open is given back first.
+        """
+        count = _whole_number(num_reqs)
+        with self._calls:
+            self._check_usable()
+            if count == 0:
+                self._end()
+                return
+            freed = self._close_window()
+            reply = self._ask(protocol.BEGIN, freed, count, bool(partial))
+            if reply[2] == protocol.NONE:
+                return
+            slots = protocol.unpack_ids(reply[3]).tolist()
+            self._tensors.make(slots)
+            slots.reverse()
+            with self._lock:
+                self._window = slots
+                self._window_open = True
+
+    def alloc_group_end(self) -> None:
+        """Close the window: one message, unawaited, with what was freed inside and what is left unused."""
+        with self._calls:
+            self._check_usable()
+            self._end()
+
+    def free(self, free_index: torch.Tensor) -> None:
+        """Give slots back: an integer tensor of one dimension or none, or a list of ints. Never waits.
+
+        Values are taken as they are at the call. Empty ones do nothing. A free that the allocator refuses is
+        raised at this client's next call.
+        """
+        slot = self._slot_of(free_index)
+        slots = [slot] if slot >= 0 else slot_ids(free_index, size=self.size, what="free")
+        if self._unusable is not None or self._transport.refusals:
+            self._check_usable()
+        if not slots:
+            return
+        with self._lock:
+            self._record.give_back(slots)
+            if self._window_open:
+                self._freed_inside += slots
+                return
+        self._transport.post(protocol.FREE, _packed(slots), len(slots))
+
+    def clear(self) -> None:
+        """Free everything that this client holds, and nothing of anybody else; ends its window.
+
+        When that leaves the whole pool free, its list is 1..size again.
+        """
+        with self._calls:
+            self._check_usable()
+            unused = _drain(self._window)
+            with self._lock:
+                count = self._record.clear() + len(self._freed_inside) + len(unused)
+                self._freed_inside = []
+                self._window_open = False
+            self._transport.post(protocol.CLEAR, None, count)
+
+    def disable(self, reason: MambaPoolError) -> None:
+        """Every later call raises ``reason``; takes no lock, so that a forked child can call it."""
+        self._unusable = reason
+        self._window = []
+
+    def _alloc_by_message(self, need_size: SupportsIndex) -> torch.Tensor | None:
+        count = _whole_number(need_size)
+        with self._calls:
+            self._check_usable()
+            if count == 0:
+                return torch.empty(0, dtype=torch.int64, device=self.device)
+            if count > self.size:
+                return None
+            with self._lock:
+                freed, self._freed_inside = self._freed_inside, []
+            reply = self._ask(protocol.ALLOC, freed, count)
+            if reply[2] == protocol.NONE:
+                return None
+            slots = reply[3]
+            if type(slots) is int:
+                self._marks[slots] = 1
+                return self._tensors.get(slots)
+            ids = protocol.unpack_ids(slots)
+            with self._lock:
+                self._record.hold(ids.tolist())
+            return torch.from_numpy(ids.astype(np.int64)).to(self.device)
+
+    def _ask(self, op: int, freed: list[int], *arguments: Any) -> list[Any]:
+        """A request that carries ``freed`` along."""
+        count, *more = arguments
+        if not freed:
+            return self._transport.call(op, count, None, *more)
+        packed = _packed(freed)
+        carried = self._posted.append(protocol.FREE, packed, len(freed))
+        return self._transport.call(op, count, packed, *more, frees=carried)
+
+    def _end(self) -> None:
+        if not self._window_open:
+            return
+        freed = self._close_window()
+        self._transport.post(protocol.END, _packed(freed) if freed else None, len(freed))
+
+    def _close_window(self) -> list[int]:
+        """What goes back with it: frees in call order, then the unused rest. That is SGLang's order."""
+        # Taken one by one: a thread in alloc(1) may still have the list, and each pop goes to one of us.
+        unused = _drain(self._window)
+        with self._lock:
+            freed, self._freed_inside = self._freed_inside, []
+            self._window_open = False
+        return freed + unused
+
+    def _available_with_pending(self) -> int:
+        self._check_usable()
+        with self._lock:
+            applied, free = self._table.applied_and_free(self._row)
+            return free + self._posted.forget_applied(applied) + len(self._freed_inside)
+
+    def _slot_of(self, value: object) -> int:
+        """The slot, if ``value`` is one of our slot tensors or a view of one; read from its address."""
+        if type(value) is not torch.Tensor:
+            return -1
+        slot = self._tensors.slot_at(value.data_ptr())
+        if slot > 0 and value.dtype is torch.int64 and value.numel() == 1 and value.dim() < 2:
+            if self._debug:
+                self._tensors.check()
+            return slot
+        return -1
+
+    def _check_usable(self) -> None:
+        if self._unusable is not None:
+            raise self._unusable
+        if self._transport.refusals:
+            raise self._transport.refusals.pop(0)
+
+
+def _whole_number(value: SupportsIndex) -> int:
+    count = operator.index(value)
+    if count < 0:
+        raise ValueError(f"{count} slots: expected 0 or more")
+    return count
+
+
+def _packed(slots: list[int]) -> int | bytes:
+    return slots[0] if len(slots) == 1 else np.array(slots, "<i4").tobytes()
+
+
+def _drain(window: list[int]) -> list[int]:
+    rest = []
+    try:
+        while True:
+            rest.append(window.pop())
+    except IndexError:
+        return rest

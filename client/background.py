@@ -1,0 +1,57 @@
+"""The one background thread of a process: it looks after every session while no call does.
+
+It sends posted messages that the pipe did not take, and reads what the allocator refused. It sleeps while no
+session has anything unapplied.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+
+from mambapool.client.transport import Transport
+
+#: How soon something that no call takes care of is taken care of.
+TICK_S = 0.05
+
+
+class Background:
+    """Weakly knows the transports of one process; started by the first."""
+
+    def __init__(self) -> None:
+        self._transports: weakref.WeakSet[Transport] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._started = False
+
+    def add(self, transport: Transport) -> None:
+        with self._lock:
+            self._transports.add(transport)
+            if not self._started:
+                # A daemon: a client that is never closed keeps no process from ending.
+                threading.Thread(target=self._run, name="mambapool", daemon=True).start()
+                self._started = True
+
+    def remove(self, transport: Transport) -> None:
+        with self._lock:
+            self._transports.discard(transport)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                transports = list(self._transports)
+            for transport in transports:
+                if transport.posted:
+                    transport.tick()
+            del transports
+            _pause.wait(TICK_S)
+
+
+# Never set: a wait that, unlike time.sleep, ends with the interpreter.
+_pause = threading.Event()
+_of_process: dict[int, Background] = {}
+
+
+def background() -> Background:
+    """This process's; a forked child, which inherits no thread, gets its own."""
+    return _of_process.setdefault(os.getpid(), Background())

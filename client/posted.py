@@ -1,0 +1,65 @@
+"""The posted messages of one session: numbered, kept until the allocator has applied them.
+
+A posted message is sent without waiting for an answer. That none is lost or applied twice is the numbers'
+doing: the allocator applies number k only after k - 1, and writes k into the slot table when it has. Until
+then the message stays here, to be sent again after a reconnect.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """One posted message. ``argument`` is its only field on the wire besides the header."""
+
+    number: int
+    op: int
+    argument: int | bytes | None
+    slots: int  # how many slots become free by it
+
+
+class PostedQueue:
+    """Appended to by any thread; sent from by whoever has the transport's socket."""
+
+    def __init__(self, applied: int) -> None:
+        self._lock = threading.Lock()
+        self._queue: deque[Posted] = deque()
+        #: Number of the last message that was posted.
+        self.last = applied
+        #: Number of the last message that was sent over this connection.
+        self.sent = applied
+
+    def __bool__(self) -> bool:
+        """Whether something may be not applied yet."""
+        return bool(self._queue)
+
+    def append(self, op: int, argument: int | bytes | None, slots: int) -> Posted:
+        """Number a message and keep it."""
+        with self._lock:
+            message = Posted(self.last + 1, op, argument, slots)
+            self._queue.append(message)
+            self.last = message.number
+        return message
+
+    def unsent(self) -> list[Posted]:
+        """What has to be sent next, in order."""
+        if self.sent == self.last:
+            return []
+        with self._lock:
+            return [message for message in self._queue if message.number > self.sent]
+
+    def rewind(self, applied: int) -> None:
+        """Send again whatever comes after ``applied``: the connection lost it."""
+        with self._lock:
+            self.sent = min(self.sent, applied)
+
+    def forget_applied(self, applied: int) -> int:
+        """Drop what the allocator has applied; returns how many slots the rest will make free."""
+        with self._lock:
+            while self._queue and self._queue[0].number <= applied:
+                self._queue.popleft()
+            return sum(message.slots for message in self._queue)

@@ -1,0 +1,54 @@
+"""The tensors that ``alloc`` hands out: one-element views of one ``arange``, made once and kept.
+
+The tensor of slot i is the view at offset i of ``arange(N + 1)`` on the client's device: its value is i,
+handing it out costs no kernel and no copy, and ``free`` reads i from its address instead of from the
+device. A view takes about 640 bytes, so each is made when it is first needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+
+class SlotTensors:
+    """Slot tensors of one pool on one device. Callers may not write into them."""
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self.slots = slots
+        self._all = torch.arange(slots + 1, dtype=torch.int64, device=device)
+        self._first = self._all.data_ptr()
+        self._bytes = self._all.numel() * 8
+        #: The tensor of slot i at index i, None until it is made.
+        self.cached: list[torch.Tensor | None] = [None] * (slots + 1)
+
+    def get(self, slot: int) -> torch.Tensor:
+        """The tensor of one slot: int64, shape ``(1,)``."""
+        tensor = self.cached[slot]
+        if tensor is None:
+            tensor = self.cached[slot] = self._all.as_strided((1,), (1,), slot)
+        return tensor
+
+    def make(self, slots: Iterable[int]) -> None:
+        """See to it that these slots' tensors are in :attr:`cached`."""
+        cached = self.cached
+        strided = self._all.as_strided
+        for slot in slots:
+            if cached[slot] is None:
+                cached[slot] = strided((1,), (1,), slot)
+
+    def slot_at(self, address: int) -> int:
+        """The slot whose element lies at that address, -1 if it is none of these."""
+        offset = address - self._first
+        return offset >> 3 if 0 <= offset < self._bytes else -1
+
+    def check(self) -> None:
+        """Raise if somebody has written into a slot tensor; for the debug mode, it reads the device."""
+        expected = torch.arange(self.slots + 1, device=self._all.device)
+        wrong = torch.nonzero(self._all != expected).flatten().tolist()
+        if wrong:
+            raise RuntimeError(
+                f"somebody wrote into the tensors of slots {wrong[:16]}: alloc() hands out shared views, "
+                "clone one before changing it"
+            )

@@ -1,0 +1,246 @@
+"""``connect``: a process's session with the allocator, and the states of its pool."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import sys
+import time
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from mambapool.client.background import background
+from mambapool.client.transport import Transport
+from mambapool.pool import protocol
+from mambapool.pool.errors import (
+    AllocatorUnavailable,
+    ClientClosed,
+    ForkedClient,
+    GeometryMismatch,
+    MambaPoolError,
+    ProtocolError,
+)
+from mambapool.pool.handover import receive_block
+from mambapool.pool.runtime_dir import RuntimeDir, candidates, check_pool_name
+from mambapool.pool.slot_table import SlotTableReader
+
+if TYPE_CHECKING:
+    import torch
+
+    from mambapool.client.allocator import SlotAllocator
+    from mambapool.pool.state_pool import StatePool
+
+#: close() waits so long at most for the allocator to say goodbye.
+CLOSE_S = 1.0
+
+#: How often connect() looks whether a daemon has come up.
+_LOOK_S = 0.02
+
+_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+def connect(
+    dir: str | os.PathLike[str] | None = None,
+    pool: str = "default",
+    *,
+    name: str | None = None,
+    device: str | torch.device = "cpu",
+    timeout: float = 5.0,
+    rank: int = 0,
+    create_slots: int | None = None,
+    slots: int | None = None,
+    expect: Mapping[str, tuple[str | torch.dtype, tuple[int, ...]]] | None = None,
+) -> Worker:
+    """Attach to a pool: one session, its allocator, and the mapped states of shard ``rank``.
+
+    ``dir`` is the daemon's runtime directory; without it ``MAMBAPOOL_DIR`` and the usual places are looked
+    at, and the first one with a ``ready`` file is taken. ``name`` is what ``status`` and logs call this session
+    (default: the process's). ``device`` is where slot tensors live. ``timeout``, in seconds, bounds every wait
+    for an answer, this call included.
+
+    ``create_slots=N`` makes an allocator-only pool if there is none of that name; it ends with its last session.
+    ``slots`` and ``expect={tensor: (dtype, shape without the slot dimension)}`` are compared with the pool before
+    anything is mapped: :class:`~mambapool.pool.errors.GeometryMismatch` names what differs.
+
+    Raises ``ImportError`` without torch, :class:`AllocatorUnavailable` when nobody answers,
+    :class:`~mambapool.pool.errors.UnknownPool`, :class:`~mambapool.pool.errors.VersionMismatch`.
+    """
+    _require_torch()
+    check_pool_name(pool)
+    deadline = time.monotonic() + timeout
+    directory = _find_daemon(dir, deadline, timeout)
+    hello: dict[str, Any] = {
+        "versions": [protocol.OLDEST_VERSION, protocol.NEWEST_VERSION],
+        "lease": secrets.token_bytes(16),
+        "pool": pool,
+        "name": name if name is not None else f"{Path(sys.argv[0]).name or 'python'}-{os.getpid()}",
+        "pid": os.getpid(),
+        "rank": rank,
+        "create_slots": create_slots,
+        "slots": slots,
+        "expect": _expectations(expect),
+    }
+    transport = Transport(directory, timeout, hello)
+    try:
+        return Worker(transport, directory, device, rank, deadline)
+    except BaseException:
+        transport.detach(CLOSE_S)
+        raise
+
+
+class Worker:
+    """One session. Use it as a context manager, or call :meth:`close`; a process's end closes it too.
+
+    Safe in several threads. After a fork the child's copy raises
+    :class:`~mambapool.pool.errors.ForkedClient`: connect again there.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        directory: RuntimeDir,
+        device: str | torch.device,
+        rank: int,
+        deadline: float,
+    ) -> None:
+        from mambapool.client.allocator import SlotAllocator
+
+        session = transport.session
+        self._transport = transport
+        self._pool: StatePool | None = None
+        self._closed = False
+        #: The session's number, as ``status`` shows it.
+        self.session: int = transport.number
+        table = SlotTableReader(directory.path / session["table"], session["uuid"])
+        if session["shards"]:
+            self._pool = _attach_shard(directory, session["shards"], rank, device, deadline)
+        debug = os.environ.get("MAMBAPOOL_DEBUG", "") not in ("", "0")
+        self.allocator: SlotAllocator = SlotAllocator(transport, table, session["row"], device, debug=debug)
+        background().add(transport)
+        _workers.add(self)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else repr(self.allocator)
+        return f"Worker(session={self.session}, {state})"
+
+    @property
+    def states(self) -> Mapping[str, torch.Tensor]:
+        """The mapped tensors, ``[layers, slots + 1, …]`` each, shared with every process of the pool.
+
+        Empty for an allocator-only pool. Tensors already taken stay readable after :meth:`close`.
+        """
+        return self._pool.states if self._pool is not None else {}
+
+    @property
+    def pool(self) -> StatePool:
+        """``clear(slots)`` and ``copy(src, dst)`` over whole states."""
+        if self._pool is None:
+            raise MambaPoolError("this pool is allocator-only: the engine keeps its own tensors")
+        return self._pool
+
+    @property
+    def messages(self) -> int:
+        """Messages that this session has sent so far, requests and unawaited ones."""
+        return self._transport.messages
+
+    def close(self) -> None:
+        """End the session: what it holds becomes free. Returns within a second or so; twice does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        _workers.discard(self)
+        background().remove(self._transport)
+        self.allocator.disable(ClientClosed("this client was closed: connect again"))
+        self._transport.detach(min(CLOSE_S, self._transport.timeout))
+        if self._pool is not None:
+            self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _after_fork(self) -> None:
+        """In a child: the session is the parent's, and so are the connection and the threads behind it."""
+        self._closed = True
+        self.allocator.disable(
+            ForkedClient(
+                f"session {self.session} was created before fork, by another process: connect again in the child"
+            )
+        )
+
+
+def _require_torch() -> None:
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise ImportError("mambapool's client needs torch: pip install 'mambapool[worker]'") from error
+
+
+def _find_daemon(named: str | os.PathLike[str] | None, deadline: float, timeout: float) -> RuntimeDir:
+    while True:
+        directory = RuntimeDir.for_client(named)
+        if directory is not None and directory.ready.exists():
+            directory.check_owner()
+            return directory
+        if time.monotonic() >= deadline:
+            places = [Path(named)] if named is not None else candidates()
+            raise AllocatorUnavailable(
+                f"no daemon is ready in {' or '.join(map(str, places))} after {timeout:g} s: start one with "
+                "`mambapool serve`, or name its directory (dir=, MAMBAPOOL_DIR)"
+            )
+        time.sleep(_LOOK_S)
+
+
+def _attach_shard(
+    directory: RuntimeDir, shards: list[list[Any]], rank: int, device: str | torch.device, deadline: float
+) -> StatePool:
+    from mambapool.pool.state_pool import StatePool
+
+    socket_name, uuid = shards[rank]
+    descriptor, fd = receive_block(directory.path / socket_name, max(deadline - time.monotonic(), 0.1))
+    try:
+        if descriptor.uuid != uuid:
+            raise ProtocolError(
+                f"{socket_name} keeps other memory than the allocator knows: its keeper was restarted; "
+                "restart the allocator too"
+            )
+        return StatePool.attach(descriptor, fd, device)
+    finally:
+        os.close(fd)
+
+
+def _expectations(
+    expect: Mapping[str, tuple[str | torch.dtype, tuple[int, ...]]] | None,
+) -> list[list[Any]] | None:
+    if expect is None:
+        return None
+    try:
+        return [
+            [name, str(dtype).removeprefix("torch."), [int(size) for size in shape]]
+            for name, (dtype, shape) in expect.items()
+        ]
+    except (TypeError, ValueError) as error:
+        raise GeometryMismatch(f"expect must be {{name: (dtype, shape)}}: {error}") from error
+
+
+def _close_all() -> None:
+    for worker in list(_workers):
+        worker.close()
+
+
+def _mark_forked() -> None:
+    for worker in list(_workers):
+        worker._after_fork()
+    _workers.clear()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_mark_forked)

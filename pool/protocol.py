@@ -1,0 +1,182 @@
+"""The words of the wire, and how bodies become values: one msgpack array per message.
+
+A request is ``[op, session, request_id, epoch, posted, oldest_open, …]``, a reply is
+``[request_id, epoch, status, …]``. ``docs/protocol.md`` has every message with its rules and the golden
+bytes that the tests of both sides read. Decoding is bounded before and while it happens; no maps, but in
+HELLO and STATUS, and no code ever crosses the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+from mambapool.pool import errors
+from mambapool.pool.errors import ProtocolError
+
+#: The versions that this code speaks; HELLO agrees on the highest that both sides have.
+OLDEST_VERSION: Final = 1
+NEWEST_VERSION: Final = 1
+
+# Requests that are answered.
+HELLO: Final = 1  # [.., {attach map}]               → {session map}
+DETACH: Final = 2  # [..]                            → nothing
+ALLOC: Final = 3  # [.., count, frees]               → ids
+BEGIN: Final = 4  # [.., count, frees, partial]      → ids
+STATUS: Final = 5  # [..]                            → {status map}; needs no session
+# Posted messages: numbered per session, applied in order, answered only when refused.
+FREE: Final = 6  # [.., frees]
+END: Final = 7  # [.., frees]
+CLEAR: Final = 8  # [.., nil]
+CANCEL: Final = 9  # [.., request id]
+
+POSTED_OPS: Final = frozenset((FREE, END, CLEAR, CANCEL))
+OP_NAMES: Final = {
+    HELLO: "HELLO",
+    DETACH: "DETACH",
+    ALLOC: "ALLOC",
+    BEGIN: "BEGIN",
+    STATUS: "STATUS",
+    FREE: "FREE",
+    END: "END",
+    CLEAR: "CLEAR",
+    CANCEL: "CANCEL",
+}
+
+# Status of a reply.
+OK: Final = 0
+NONE: Final = 1  # not so many free; nothing was changed
+GAP: Final = 2  # posted messages are missing: [applied]
+DOUBLE_FREE: Final = 10
+NOT_HOLDER: Final = 11
+RESERVED_SLOT: Final = 12
+SLOT_OUT_OF_RANGE: Final = 13
+DUPLICATE_SLOT: Final = 14
+MALFORMED: Final = 20
+WRONG_VERSION: Final = 21
+UNKNOWN_POOL: Final = 22
+UNKNOWN_SESSION: Final = 23
+WRONG_EPOCH: Final = 24
+GEOMETRY_MISMATCH: Final = 25
+REFUSED: Final = 26
+NOT_OPEN: Final = 27  # the request was cancelled, or its reply was acknowledged
+
+_ERROR_OF_STATUS: Final[dict[int, type[errors.MambaPoolError]]] = {
+    DOUBLE_FREE: errors.DoubleFree,
+    NOT_HOLDER: errors.NotHolder,
+    RESERVED_SLOT: errors.ReservedSlot,
+    SLOT_OUT_OF_RANGE: errors.SlotOutOfRange,
+    DUPLICATE_SLOT: errors.DuplicateSlot,
+    MALFORMED: errors.ProtocolError,
+    WRONG_VERSION: errors.VersionMismatch,
+    UNKNOWN_POOL: errors.UnknownPool,
+    UNKNOWN_SESSION: errors.AllocatorUnavailable,
+    WRONG_EPOCH: errors.AllocatorUnavailable,
+    GEOMETRY_MISMATCH: errors.GeometryMismatch,
+    REFUSED: errors.AllocatorUnavailable,
+    NOT_OPEN: errors.ProtocolError,
+}
+_STATUS_OF_ERROR: Final = {
+    errors.DoubleFree: DOUBLE_FREE,
+    errors.NotHolder: NOT_HOLDER,
+    errors.ReservedSlot: RESERVED_SLOT,
+    errors.SlotOutOfRange: SLOT_OUT_OF_RANGE,
+    errors.DuplicateSlot: DUPLICATE_SLOT,
+    errors.ProtocolError: MALFORMED,
+    errors.VersionMismatch: WRONG_VERSION,
+    errors.UnknownPool: UNKNOWN_POOL,
+    errors.GeometryMismatch: GEOMETRY_MISMATCH,
+    errors.AllocatorUnavailable: REFUSED,
+}
+
+#: Every number on the wire is below this, so that it is an int64 wherever it is kept.
+MAX_NUMBER: Final = 2**63
+
+#: A request or reply besides its ids: header, names, error texts.
+MAX_OVERHEAD_BYTES: Final = 64 * 1024
+
+#: The longest list in any message is a geometry's tensors or the shards of a pool.
+_MAX_ITEMS: Final = 1024
+_MAX_TEXT_BYTES: Final = 16 * 1024
+
+Ids = npt.NDArray[np.int32]
+
+
+def max_body_bytes(slots: int) -> int:
+    """The longest body that names every slot of a pool once."""
+    return 4 * slots + MAX_OVERHEAD_BYTES
+
+
+def pack(message: Sequence[Any]) -> bytes:
+    """The body of a message. Values are ints, strings, bytes, bools, None, and lists and maps of them."""
+    body = msgpack.packb(message)
+    assert isinstance(body, bytes)
+    return body
+
+
+def unpack(body: bytes, max_bin_bytes: int) -> list[Any]:
+    """The array in ``body``; anything else, and anything over the limits, is a :class:`ProtocolError`."""
+    try:
+        message = msgpack.unpackb(
+            body,
+            max_str_len=_MAX_TEXT_BYTES,
+            max_bin_len=max_bin_bytes,
+            max_array_len=_MAX_ITEMS,
+            max_map_len=_MAX_ITEMS,
+            max_ext_len=0,
+        )
+    # msgpack raises ValueError and its subclasses, also for bad UTF-8, depth and left-over bytes, and
+    # TypeError for a map with an unhashable key.
+    except (ValueError, TypeError) as error:
+        raise ProtocolError(f"not a message: {type(error).__name__}: {error}"[:300]) from error
+    if type(message) is not list:
+        raise ProtocolError(f"a message is an array, not {type(message).__name__}")
+    return message
+
+
+def pack_ids(ids: Ids) -> int | bytes:
+    """Ids as they travel: one as an int, several as a ``bin`` of little-endian int32."""
+    if len(ids) == 1:
+        return int(ids[0])
+    return ids.astype("<i4", copy=False).tobytes()
+
+
+def unpack_ids(value: object) -> Ids:
+    """The inverse of :func:`pack_ids`; the array may be read-only."""
+    if type(value) is int:
+        if not -(2**31) <= value < 2**31:
+            raise ProtocolError(f"{value} is not a slot id")
+        return np.array([value], np.int32)
+    if type(value) is not bytes:
+        raise ProtocolError(f"slot ids travel as an int or a bin, not as {type(value).__name__}")
+    if len(value) % 4:
+        raise ProtocolError(f"{len(value)} bytes are no whole number of int32 slot ids")
+    return np.frombuffer(value, "<i4")
+
+
+def error_payload(error: errors.MambaPoolError) -> list[Any]:
+    """``[status, …]`` of a refusal: for slots their ids and a text, else the text."""
+    status = _STATUS_OF_ERROR.get(type(error), REFUSED)
+    if isinstance(error, errors.InvalidSlots):
+        # An id that no int32 can hold is named in the text only.
+        slots = [slot for slot in error.slots if -(2**31) <= slot < 2**31]
+        return [status, np.array(slots, "<i4").tobytes(), str(error)]
+    return [status, str(error)]
+
+
+def error_from(payload: Sequence[Any]) -> errors.MambaPoolError:
+    """The exception that ``[status, …]`` of a reply stands for."""
+    kind = _ERROR_OF_STATUS.get(payload[0]) if payload else None
+    if kind is None or not isinstance(payload[-1], str):
+        return ProtocolError(f"the allocator answered something unknown: {list(payload)!r}"[:300])
+    text = payload[-1]
+    if not issubclass(kind, errors.InvalidSlots):
+        return kind(text)
+    try:
+        return kind(text, unpack_ids(payload[1]).tolist())
+    except ProtocolError as error:
+        return error

@@ -1,0 +1,146 @@
+"""HELLO: what a client asks for, checked field by field before anything is made for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mambapool.pool import protocol
+from mambapool.pool.errors import AllocatorUnavailable, GeometryMismatch, ProtocolError, VersionMismatch
+from mambapool.pool.layout import MAX_SLOTS, Geometry
+from mambapool.pool.runtime_dir import POOL_NAME
+
+#: A client may make an allocator-only pool of at most so many slots: its table takes 56 bytes a slot.
+MAX_CREATED_SLOTS = 2**20
+
+LEASE_BYTES = 16
+MAX_NAME_BYTES = 128
+
+#: Says who sent a message: "localhost:uid:gid:pid" on ipc (zmq_msg_gets(3), "Peer-Address", of a peer
+#: whose credentials the kernel gave); asked for only where it matters.
+PeerAddress = Callable[[], str | None]
+
+
+def check_peer(peer: PeerAddress) -> None:
+    """Only the daemon's own uid, or root, may attach or ask: the sockets' mode says so too."""
+    address = peer()
+    try:
+        uid = int((address or "").split(":")[1])
+    except (IndexError, ValueError):
+        raise AllocatorUnavailable(f"no uid came with this connection ({address!r})") from None
+    if uid not in (os.geteuid(), 0):
+        raise AllocatorUnavailable(f"this daemon serves uid {os.geteuid()}, not uid {uid}")
+
+
+@dataclass(frozen=True, slots=True)
+class AttachRequest:
+    """The map of a HELLO."""
+
+    version: int
+    lease: bytes
+    pool: str
+    name: str
+    pid: int
+    rank: int
+    resume: int | None  # the session that a client has lost the connection of
+    create_slots: int | None
+    slots: int | None
+    expect: tuple[tuple[str, str, tuple[int, ...]], ...]
+
+    @classmethod
+    def from_wire(cls, value: object) -> AttachRequest:
+        """Raises :class:`ProtocolError` or :class:`VersionMismatch` that names the field."""
+        if not isinstance(value, dict):
+            raise ProtocolError(f"HELLO takes a map, not {type(value).__name__}")
+        version = _agree_on_version(value.get("versions"))
+        lease = value.get("lease")
+        if type(lease) is not bytes or len(lease) != LEASE_BYTES:
+            raise ProtocolError(f"HELLO: lease must be {LEASE_BYTES} random bytes")
+        pool, name = _text(value, "pool"), _text(value, "name")
+        if not POOL_NAME.fullmatch(pool):
+            raise ProtocolError(f"HELLO: pool name {pool!r}: use 1 to 32 of a-z 0-9 _ -")
+        return cls(
+            version=version,
+            lease=lease,
+            pool=pool,
+            name=name,
+            pid=_number(value, "pid", 0, 2**32),
+            rank=_number(value, "rank", 0, 2**16),
+            resume=_optional_number(value, "resume", 1, 2**63 - 1),
+            create_slots=_optional_number(value, "create_slots", 1, MAX_CREATED_SLOTS),
+            slots=_optional_number(value, "slots", 0, MAX_SLOTS),
+            expect=_expectations(value.get("expect")),
+        )
+
+    def compare(self, slots: int, geometry: Geometry | None, shards: int) -> None:
+        """Raise :class:`GeometryMismatch` that names the first field that differs, with both values."""
+        for field, expected in (("create_slots", self.create_slots), ("slots", self.slots)):
+            if expected is not None and expected != slots:
+                raise GeometryMismatch(f"{field}: expected {expected}, pool {self.pool!r} has {slots} slots")
+        if shards and self.rank >= shards:
+            raise GeometryMismatch(
+                f"rank: expected {self.rank}, pool {self.pool!r} has shards for ranks 0 to {shards - 1}"
+            )
+        specs = {spec.name: spec for spec in geometry.tensors} if geometry else {}
+        for name, dtype, shape in self.expect:
+            spec = specs.get(name)
+            if spec is None:
+                has = ", ".join(specs) or "no tensors: it is allocator-only"
+                raise GeometryMismatch(
+                    f"tensor {name}: expected {dtype} {list(shape)}, pool {self.pool!r} has {has}"
+                )
+            if dtype != spec.dtype:
+                raise GeometryMismatch(f"tensor {name}, dtype: expected {dtype}, the pool has {spec.dtype}")
+            if shape != (spec.layers, *spec.shape):
+                raise GeometryMismatch(
+                    f"tensor {name}, shape: expected {list(shape)}, the pool has "
+                    f"{[spec.layers, *spec.shape]} (layers first, without the slot dimension)"
+                )
+
+
+def _agree_on_version(value: object) -> int:
+    """The highest version that both sides have."""
+    if not isinstance(value, list) or len(value) != 2 or not all(type(v) is int for v in value):
+        raise ProtocolError("HELLO: versions must be [oldest, newest]")
+    oldest, newest = value
+    version: int = min(newest, protocol.NEWEST_VERSION)
+    if version < max(oldest, protocol.OLDEST_VERSION):
+        raise VersionMismatch(
+            f"version: the client speaks {oldest} to {newest}, the allocator {protocol.OLDEST_VERSION} to "
+            f"{protocol.NEWEST_VERSION}: install the same mambapool on both sides"
+        )
+    return version
+
+
+def _text(value: dict[Any, Any], key: str) -> str:
+    text = value.get(key)
+    if type(text) is not str or not text or len(text.encode()) > MAX_NAME_BYTES or not text.isprintable():
+        raise ProtocolError(f"HELLO: {key} must be 1 to {MAX_NAME_BYTES} bytes of printable text")
+    return text
+
+
+def _number(value: dict[Any, Any], key: str, low: int, high: int) -> int:
+    number = value.get(key)
+    if type(number) is not int or not low <= number <= high:
+        raise ProtocolError(f"HELLO: {key} must be a whole number from {low} to {high}, not {number!r}"[:200])
+    return number
+
+
+def _optional_number(value: dict[Any, Any], key: str, low: int, high: int) -> int | None:
+    return None if value.get(key) is None else _number(value, key, low, high)
+
+
+def _expectations(value: object) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+    """``[[name, dtype, [layers, …]], …]``."""
+    if value is None:
+        return ()
+    try:
+        found = tuple((name, dtype, tuple(shape)) for name, dtype, shape in value)  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        found = ((None, None, ()),)
+    for name, dtype, shape in found:
+        if type(name) is not str or type(dtype) is not str or not all(type(size) is int for size in shape):
+            raise ProtocolError("HELLO: expect must be a list of [name, dtype, [layers, size, …]]")
+    return found

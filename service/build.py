@@ -1,0 +1,114 @@
+"""What an allocator starts with: its pools, and where the keepers have their memory."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+
+from mambapool.pool.descriptor import ShardDescriptor
+from mambapool.pool.errors import GeometryMismatch, PoolLost
+from mambapool.pool.handover import receive_block
+from mambapool.pool.runtime_dir import RuntimeDir
+from mambapool.pool.slot_table import TableLayout
+from mambapool.service.config import AllocatorConfig, PoolConfig
+from mambapool.service.faults import pool_class
+from mambapool.service.pools import Pool, Shard
+from mambapool.service.registry import Registry
+from mambapool.service.table_writer import SlotTableWriter
+
+#: A keeper answers a connection at once; it does nothing else.
+KEEPER_TIMEOUT_S = 2.0
+
+_KEEPER_SOCKET = re.compile(r"keeper-(?P<pool>[a-z0-9_-]{1,32})-[0-9]+\.sock")
+
+
+def build_registry(config: AllocatorConfig, directory: RuntimeDir, epoch: int) -> Registry:
+    """The pools of ``config``, and of keepers that live in the directory without being named there."""
+    configured = {pool.name: pool for pool in config.pools}
+    pools = [_pool_with_shards(pool, directory, config, epoch) for pool in config.pools]
+    for name in _kept_pools(directory) - set(configured):
+        pools.append(_pool_with_shards(_learn(name, directory), directory, config, epoch))
+
+    def make_pool(name: str, slots: int) -> Pool:
+        return _new_pool(
+            PoolConfig(name, slots), (), os.urandom(16), directory, config, epoch, ends_with_last_session=True
+        )
+
+    return Registry(pools, make_pool)
+
+
+def _kept_pools(directory: RuntimeDir) -> set[str]:
+    """Names of pools that have a keeper's socket here with somebody behind it."""
+    names = set()
+    for path in directory.path.glob("keeper-*.sock"):
+        match = _KEEPER_SOCKET.fullmatch(path.name)
+        if match is None:
+            continue
+        try:
+            _describe(directory, match["pool"], 0)
+        except PoolLost:
+            continue  # the socket of a keeper that was killed
+        names.add(match["pool"])
+    return names
+
+
+def _learn(name: str, directory: RuntimeDir) -> PoolConfig:
+    """What the keeper of rank 0 says of its pool."""
+    first = _describe(directory, name, 0)
+    return PoolConfig(name, first.slots, first.geometry, first.tp_size)
+
+
+def _pool_with_shards(pool: PoolConfig, directory: RuntimeDir, config: AllocatorConfig, epoch: int) -> Pool:
+    shards = []
+    for rank in range(pool.shards):
+        descriptor = _describe(directory, pool.name, rank)
+        _compare(pool, descriptor)
+        shards.append(Shard(directory.keeper_socket(pool.name, rank).name, descriptor.uuid))
+    # One name for all shards of this moment: a table of other shards' slots is not this pool's.
+    uuid = hashlib.blake2b(b"".join(shard.uuid for shard in shards), digest_size=16).digest()
+    return _new_pool(
+        pool,
+        tuple(shards),
+        uuid if shards else os.urandom(16),
+        directory,
+        config,
+        epoch,
+        ends_with_last_session=False,
+    )
+
+
+def _new_pool(
+    pool: PoolConfig,
+    shards: tuple[Shard, ...],
+    uuid: bytes,
+    directory: RuntimeDir,
+    config: AllocatorConfig,
+    epoch: int,
+    *,
+    ends_with_last_session: bool,
+) -> Pool:
+    digest = pool.geometry.digest if pool.geometry else bytes(16)
+    layout = TableLayout(pool.slots, config.max_sessions)
+    table = SlotTableWriter(directory.slot_table(pool.name), layout, uuid=uuid, digest=digest, epoch=epoch)
+    make = pool_class()
+    return make(pool.name, table, uuid, pool.geometry, shards, ends_with_last_session=ends_with_last_session)
+
+
+def _describe(directory: RuntimeDir, pool: str, rank: int) -> ShardDescriptor:
+    descriptor, fd = receive_block(directory.keeper_socket(pool, rank), KEEPER_TIMEOUT_S)
+    os.close(fd)  # the allocator never maps a state
+    return descriptor
+
+
+def _compare(pool: PoolConfig, descriptor: ShardDescriptor) -> None:
+    """All shards of a pool, and its configuration, must agree field by field."""
+    for field, ours, kept in (
+        ("slots", pool.slots, descriptor.slots),
+        ("geometry", pool.geometry, descriptor.geometry),
+        ("tp_size", pool.tp_size, descriptor.tp_size),
+    ):
+        if ours != kept:
+            raise GeometryMismatch(
+                f"pool {pool.name}, rank {descriptor.rank}, {field}: expected {ours}, the keeper has {kept}"
+            )

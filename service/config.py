@@ -1,0 +1,85 @@
+"""What ``serve`` and ``allocator`` are told, as frozen values. Defaults are written here, once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from mambapool.pool.errors import ConfigError
+from mambapool.pool.layout import Geometry, check_slots
+from mambapool.pool.runtime_dir import check_pool_name
+
+#: Ranks of one pool: eight nodes of eight devices are 64; the bound only keeps mistakes out.
+MAX_TP_SIZE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """One pool. Without a geometry it is allocator-only: the engine keeps its own tensors."""
+
+    name: str
+    slots: int
+    geometry: Geometry | None = None
+    tp_size: int = 1
+
+    def __post_init__(self) -> None:
+        check_pool_name(self.name)
+        check_slots(self.slots)
+        if type(self.tp_size) is not int or not 1 <= self.tp_size <= MAX_TP_SIZE:
+            raise ConfigError(f"tp_size {self.tp_size!r}: expected a whole number from 1 to {MAX_TP_SIZE}")
+        if self.geometry is None and self.tp_size != 1:
+            raise ConfigError(
+                f"pool {self.name}: --tp-size needs --model or --state, which say what a shard holds"
+            )
+
+    @property
+    def shards(self) -> int:
+        return self.tp_size if self.geometry else 0
+
+    def to_wire(self) -> dict[str, Any]:
+        geometry = self.geometry.to_wire() if self.geometry else None
+        return {"name": self.name, "slots": self.slots, "geometry": geometry, "tp_size": self.tp_size}
+
+    @classmethod
+    def from_wire(cls, value: dict[str, Any]) -> Self:
+        geometry = value["geometry"]
+        return cls(
+            value["name"],
+            value["slots"],
+            Geometry.from_wire(geometry) if geometry else None,
+            value["tp_size"],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorConfig:
+    """One allocator process. ``parent_pid`` is the process that it ends with; None: it stands alone."""
+
+    dir: Path
+    pools: tuple[PoolConfig, ...] = ()
+    max_sessions: int = 1024
+    parent_pid: int | None = None
+
+    def __post_init__(self) -> None:
+        names = [pool.name for pool in self.pools]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"pool {name} is configured twice")
+        if not 1 <= self.max_sessions <= 65536:
+            raise ConfigError(f"max_sessions {self.max_sessions}: expected 1 to 65536")
+
+    def to_json(self) -> str:
+        fields = {"dir": str(self.dir), "max_sessions": self.max_sessions, "parent_pid": self.parent_pid}
+        return json.dumps({**fields, "pools": [pool.to_wire() for pool in self.pools]})
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The inverse of :meth:`to_json`; anything else is a :class:`ConfigError`."""
+        try:
+            value = json.loads(text)
+            pools = tuple(PoolConfig.from_wire(pool) for pool in value["pools"])
+            return cls(Path(value["dir"]), pools, value["max_sessions"], value["parent_pid"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"not the configuration of an allocator: {error}") from error

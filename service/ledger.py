@@ -1,0 +1,206 @@
+"""Which slot is free and who holds the others: one pool's list, without any I/O.
+
+The free list is a ring of int32 in SGLang's order: slots are taken from the head and come back at the
+tail in the order given. Why not a deque, or a stack: a ring is cut and joined by numpy in one copy, and
+first-in-first-out keeps a slot away from its next holder for as long as possible, which is also what makes
+tensor-parallel ranks agree.
+
+Beside it lies one int32 per slot: the holder's number while it is held, a negative stamp while it is free.
+The stamps differ within one batch, so that writing them and reading them back finds a slot named twice
+without sorting. No call here costs more in a larger pool, except :meth:`Ledger.release`, which a whole
+holder's end needs, and :meth:`Ledger.check`.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from mambapool.pool.errors import DoubleFree, DuplicateSlot, NotHolder, ReservedSlot, SlotOutOfRange
+
+Ids: TypeAlias = npt.NDArray[np.int32]
+Generations: TypeAlias = npt.NDArray[np.uint64]
+
+#: Up to here a loop over memoryviews is faster than numpy's fixed cost per call (measured: 30–60 ns a slot).
+SMALL_BATCH = 16
+
+_ONE = np.uint64(1)
+
+
+class Ledger:
+    """The slots 1..``slots`` of one pool. Every refusal is an :class:`InvalidSlots` and changes nothing."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.free_count = slots
+        #: How often each slot was handed out; index 0 is unused.
+        self.generation = np.zeros(slots + 1, np.uint64)
+        #: The order number that the next freed slot gets; free slots sorted by it are the free list.
+        self.next_order = slots + 1
+        self._ring: Ids = np.arange(1, slots + 1, dtype=np.int32)
+        self._head = 0
+        self._state = np.full(slots + 1, -1, np.int32)
+        self._stamps: Ids = -np.arange(1, slots + 2, dtype=np.int32)
+        # Scalars through memoryviews of the same arrays: numpy's own scalar indexing is three times slower.
+        self._ring_items = self._ring.data
+        self._state_items = self._state.data
+        self._generation_items = self.generation.data
+
+    def __repr__(self) -> str:
+        return f"Ledger(slots={self.slots}, free={self.free_count})"
+
+    def holder_of(self, slot: int) -> int:
+        """The number of the slot's holder, 0 while it is free."""
+        return max(self._state_items[slot], 0)
+
+    def generation_of(self, slot: int) -> int:
+        return self._generation_items[slot]
+
+    def free_slots(self) -> Ids:
+        """A copy of the free list, head first."""
+        end = self._head + self.free_count
+        if end <= self.slots:
+            return self._ring[self._head : end].copy()
+        return np.concatenate((self._ring[self._head :], self._ring[: end - self.slots]))
+
+    def held_by(self, holder: int) -> Ids:
+        """The slots of one holder in ascending order; looks at every slot."""
+        return np.flatnonzero(self._state == holder).astype(np.int32)
+
+    def take_one(self, holder: int) -> int:
+        """Hand the head of the list to ``holder``; 0 when nothing is free."""
+        if not self.free_count:
+            return 0
+        slot = self._ring_items[self._head]
+        self._head += 1
+        if self._head == self.slots:
+            self._head = 0
+        self.free_count -= 1
+        self._state_items[slot] = holder
+        self._generation_items[slot] += 1
+        return slot
+
+    def take(self, count: int, holder: int) -> tuple[Ids, Generations] | None:
+        """Hand ``count`` slots to ``holder``, in list order; None, and no change, when fewer are free.
+
+        Returns the ids and the generation of each.
+        """
+        if count > self.free_count:
+            return None
+        end = self._head + count
+        if end <= self.slots:
+            ids = self._ring[self._head : end].copy()
+        else:
+            end -= self.slots
+            ids = np.concatenate((self._ring[self._head :], self._ring[:end]))
+        self._head = end if end < self.slots else end - self.slots
+        self.free_count -= count
+        # Every index array is made an intp one anyway: once is cheaper than three times.
+        index = ids.astype(np.intp)
+        self._state[index] = holder
+        generations = self.generation.take(index)
+        generations += _ONE
+        self.generation[index] = generations
+        return ids, generations
+
+    def give_back_one(self, slot: int, holder: int) -> None:
+        """Append one slot of ``holder`` to the tail."""
+        if not 0 < slot <= self.slots or self._state_items[slot] != holder:
+            self._refuse([slot], holder)
+        self._state_items[slot] = -1
+        tail = self._head + self.free_count
+        self._ring_items[tail if tail < self.slots else tail - self.slots] = slot
+        self.free_count += 1
+        self.next_order += 1
+
+    def give_back(self, ids: Ids, holder: int) -> None:
+        """Append ``ids``, all of ``holder``, each once, to the tail in the order given."""
+        if len(ids) <= SMALL_BATCH:
+            self._mark_few_free(ids.tolist(), holder)
+        else:
+            self._mark_many_free(ids, holder)
+        self._append(ids)
+
+    def release(self, holder: int) -> Ids:
+        """Free everything of ``holder`` and return it. When that leaves every slot free, the list is 1..N."""
+        ids = self.held_by(holder)
+        if len(ids):
+            self._state[ids] = -1
+            self._append(ids)
+        if self.free_count == self.slots:
+            self._ring[:] = np.arange(1, self.slots + 1, dtype=np.int32)
+            self._head = 0
+            self.next_order += self.slots
+        return ids
+
+    def check(self) -> None:
+        """Look at every slot: the free list and the holders are a partition of 1..N. O(N)."""
+        free = self.free_slots()
+        marked_free = np.flatnonzero(self._state[1:] < 0) + 1
+        assert np.array_equal(np.sort(free), marked_free), (
+            f"the free list {free.tolist()} is not what the slots say: {marked_free.tolist()}"
+        )
+        assert self._state[0] == -1, f"slot 0 was given to holder {self._state[0]}"
+        assert self.free_count == len(free), f"{self.free_count} counted free, {len(free)} listed"
+
+    def _mark_few_free(self, ids: list[int], holder: int) -> None:
+        state = self._state_items
+        for done, slot in enumerate(ids):
+            if not 0 < slot <= self.slots or state[slot] != holder:
+                for marked in ids[:done]:
+                    state[marked] = holder
+                self._refuse(ids, holder)
+            state[slot] = -1
+
+    def _mark_many_free(self, ids: Ids, holder: int) -> None:
+        count = len(ids)
+        # As unsigned, so that negative ids are out of range instead of counting from the end.
+        if count > self.slots or int(ids.view(np.uint32).max()) > self.slots:
+            self._refuse(ids.tolist(), holder)
+        index = ids.astype(np.intp)
+        # Comparing bytes costs a quarter of comparing arrays at these lengths.
+        if self._state.take(index).tobytes() != holder.to_bytes(4, sys.byteorder) * count:
+            self._refuse(ids.tolist(), holder)
+        stamps = self._stamps[:count]
+        self._state[index] = stamps
+        if self._state.take(index).tobytes() != stamps.tobytes():
+            self._state[index] = holder
+            self._refuse(ids.tolist(), holder)
+
+    def _append(self, ids: Ids) -> None:
+        tail = self._head + self.free_count
+        if tail >= self.slots:
+            tail -= self.slots
+        end = tail + len(ids)
+        if end <= self.slots:
+            self._ring[tail:end] = ids
+        else:
+            cut = self.slots - tail
+            self._ring[tail:] = ids[:cut]
+            self._ring[: end - self.slots] = ids[cut:]
+        self.free_count += len(ids)
+        self.next_order += len(ids)
+
+    def _refuse(self, ids: list[int], holder: int) -> None:
+        """Raise what is wrong with a batch: the first kind of fault found, with every slot that has it."""
+        if faulty := [slot for slot in ids if slot == 0]:
+            raise ReservedSlot("slot 0 is the reserved row: it is never handed out and never freed", faulty)
+        if faulty := [slot for slot in ids if not 0 < slot <= self.slots]:
+            raise SlotOutOfRange(f"slots {_listed(faulty)} are outside 1..{self.slots}", faulty)
+        seen: set[int] = set()
+        if faulty := [slot for slot in ids if slot in seen or seen.add(slot)]:  # type: ignore[func-returns-value]
+            raise DuplicateSlot(f"slots {_listed(faulty)} are named more than once", faulty)
+        if faulty := [slot for slot in ids if self._state_items[slot] < 0]:
+            raise DoubleFree(f"slots {_listed(faulty)} are already free", faulty)
+        faulty = [slot for slot in ids if self._state_items[slot] != holder]
+        assert faulty, f"a batch of holder {holder} was refused without a fault: {_listed(ids)}"
+        holders = sorted({self._state_items[slot] for slot in faulty})
+        raise NotHolder(f"slots {_listed(faulty)} are held by {_listed(holders)}, not by {holder}", faulty)
+
+
+def _listed(items: list[int], most: int = 16) -> str:
+    shown = ", ".join(map(str, items[:most]))
+    return shown if len(items) <= most else f"{shown} and {len(items) - most} more"

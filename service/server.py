@@ -1,0 +1,217 @@
+"""The allocator process's loop: one ROUTER socket, one thread, no waiting on anybody.
+
+The loop is a blocking ``recv`` with RCVTIMEO as its housekeeping tick. No poller, no ``*_multipart``, no
+asyncio: each of them costs a fifth of a round trip or more. Under load the tick never comes, so that
+housekeeping also looks in every 64 messages.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import socket
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import zmq
+from zmq.backend import Socket as BackendSocket
+
+from mambapool.pool.errors import AllocatorAlreadyRunning, RuntimeDirError
+from mambapool.pool.process_lock import ProcessLock
+from mambapool.pool.runtime_dir import RuntimeDir, check_socket_path
+from mambapool.pool.version import VERSION
+from mambapool.service.build import build_registry
+from mambapool.service.config import AllocatorConfig
+from mambapool.service.dispatcher import Dispatcher
+
+_log = logging.getLogger("mambapool.allocator")
+
+#: How often housekeeping looks in when no message comes.
+TICK_MS = 200
+#: … and when messages keep coming.
+MESSAGES_PER_LOOK = 64
+
+#: Replies that wait for a client that does not read. Beyond, its replies are dropped, and it asks again.
+SEND_HIGH_WATER_MARK = 1000
+RECEIVE_HIGH_WATER_MARK = 1000
+
+#: libzmq cuts off whoever sends more. The limit by the largest pool is checked per message.
+MAX_MESSAGE_BYTES = 2**30
+
+#: SIGTERM: what is queued is answered for at most this long.
+DRAIN_S = 0.5
+
+#: How long ``serve``'s allocator waits for the orphan of a ``serve`` that was killed.
+ORPHAN_WAIT_S = 2.0
+
+
+def run_allocator(config: AllocatorConfig, announce: Callable[[dict[str, Any]], None]) -> None:
+    """Serve until SIGTERM, SIGINT or the parent's end. Returns when everything is closed.
+
+    ``announce`` gets what ``ready`` says once the allocator answers. Has to run in the main thread of a
+    process that ends afterwards: its lock is held until then.
+    """
+    started = time.monotonic()
+    directory = RuntimeDir.for_server(config.dir)
+    wait_s = ORPHAN_WAIT_S if config.parent_pid is not None else 0.0
+    ProcessLock(directory.allocator_lock, "allocator", wait_s=wait_s)
+    directory.ready.unlink(missing_ok=True)
+    # Random, so that no message of an earlier allocator's client can carry it by chance.
+    epoch = int.from_bytes(os.urandom(6), "little") or 1
+    registry = build_registry(config, directory, epoch)
+
+    def header() -> dict[str, Any]:
+        return {"uptime_s": round(time.monotonic() - started, 3)}
+
+    server = Server(Dispatcher(epoch, registry, status_header=header), config.parent_pid)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, server.on_signal)
+    server.bind(directory)
+    try:
+        ready = {
+            "pid": os.getpid(),
+            "epoch": epoch,
+            "endpoint": directory.endpoint,
+            "version": VERSION,
+            "pools": sorted(registry.pools),
+        }
+        directory.write_ready(ready)
+        _log.info("ready: pid %d, %s, pools %s", os.getpid(), directory.endpoint, ready["pools"])
+        announce(ready)
+        # What is alive now stays: no collection needs to look at it again.
+        gc.collect()
+        gc.freeze()
+        server.run()
+    finally:
+        directory.ready.unlink(missing_ok=True)
+        server.close()
+        directory.allocator_socket.unlink(missing_ok=True)
+    _log.info("ended: %d messages, %d malformed", server.messages, server.dispatcher.malformed)
+
+
+class Server:
+    """Moves messages between the ROUTER socket and the dispatcher."""
+
+    def __init__(self, dispatcher: Dispatcher, parent_pid: int | None) -> None:
+        self.dispatcher = dispatcher
+        self.messages = 0
+        self.replies_dropped = 0
+        self._parent_pid = parent_pid
+        self._stopping = False
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        router = self._socket
+        router.linger = 0
+        router.rcvtimeo = TICK_MS
+        router.sndhwm = SEND_HIGH_WATER_MARK
+        router.rcvhwm = RECEIVE_HIGH_WATER_MARK
+        router.maxmsgsize = MAX_MESSAGE_BYTES
+        # Without it a reply to a client whose pipe is full vanishes without a word.
+        router.router_mandatory = True
+
+    def on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self._stopping = True
+
+    def bind(self, directory: RuntimeDir) -> None:
+        """Take the directory's socket; a dead daemon's is replaced, anything else in its place refused."""
+        path = directory.allocator_socket
+        check_socket_path(path)
+        remove_stale_socket(path)
+        before = os.umask(0o077)
+        try:
+            self._socket.bind(directory.endpoint)
+        except zmq.ZMQError as error:
+            raise RuntimeDirError(f"cannot bind {path}: {error}") from error
+        finally:
+            os.umask(before)
+
+    def run(self) -> None:
+        """Answer until told to stop, then what is still queued."""
+        while not self._stopping:
+            for _ in range(MESSAGES_PER_LOOK):
+                if not self._serve_one():
+                    break
+            if self._parent_pid is not None and os.getppid() != self._parent_pid:
+                _log.warning("process %d, which started this allocator, is gone", self._parent_pid)
+                break
+        self.dispatcher.registry.ending = True
+        self._socket.rcvtimeo = 0
+        deadline = time.monotonic() + DRAIN_S
+        while time.monotonic() < deadline and self._serve_one():
+            pass
+
+    def close(self) -> None:
+        # Replies just sent are still with the I/O thread: give them the time that a reader may take.
+        self._socket.close(linger=100)
+        self._context.term()
+
+    def _serve_one(self) -> bool:
+        """Receive and answer one message; False when none came within RCVTIMEO."""
+        router = self._socket
+        try:
+            identity = BackendSocket.recv(router)
+        except zmq.Again:
+            return False
+        # As a frame, for `more`: without that look one stray frame puts every later reply out of step.
+        frame = router.recv(copy=False)
+        self.messages += 1
+        if frame.more:
+            reply: bytes | None = self._refuse_frames()
+        elif len(frame) > self.dispatcher.registry.max_body_bytes:
+            reply = self.dispatcher.answer_malformed(f"a message of {len(frame)} bytes is too long")
+        else:
+            reply = self.dispatcher.handle(identity, frame.bytes, lambda: _peer_address(frame))
+        if reply is not None:
+            self._send(identity, reply)
+        return True
+
+    def _refuse_frames(self) -> bytes:
+        frames = 1
+        while self._socket.get(zmq.RCVMORE):
+            BackendSocket.recv(self._socket)
+            frames += 1
+        return self.dispatcher.answer_malformed(f"a message has one frame, not {frames}")
+
+    def _send(self, identity: bytes, reply: bytes) -> None:
+        try:
+            BackendSocket.send(self._socket, identity, zmq.SNDMORE | zmq.NOBLOCK)
+            BackendSocket.send(self._socket, reply, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+            # The client is gone, or does not read. Nothing is undone: it asks again, or its lease ends.
+            self.replies_dropped += 1
+
+
+def _peer_address(frame: zmq.Frame) -> str | None:
+    try:
+        address = frame.get("Peer-Address")
+    except zmq.ZMQError:
+        return None
+    return address if isinstance(address, str) else None
+
+
+def remove_stale_socket(path: Path) -> None:
+    """Unlink the socket of a dead process. What is no socket, or is listened to, is refused and left."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise RuntimeDirError(f"{path} is in the way and is no socket: move it, or name another --dir")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(0.5)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+            return
+        except OSError as error:
+            raise RuntimeDirError(f"{path} is in the way: {error.strerror or error}") from error
+    raise AllocatorAlreadyRunning(f"{path} is listened to by another process: stop it, or name another --dir")

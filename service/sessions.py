@@ -1,0 +1,81 @@
+"""Sessions: who is attached to a pool, and which of their requests are still open."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from mambapool.pool.errors import AllocatorUnavailable, ProtocolError
+from mambapool.service.ledger import Ids
+
+if TYPE_CHECKING:
+    from mambapool.service.pools import Pool
+
+#: Open requests and barred ids of one session. A client has one open request per thread that waits.
+MAX_OPEN = 1024
+
+
+@dataclass(slots=True)
+class Answer:
+    """The reply to an open request, kept until the client has it; ``granted`` is what it handed out."""
+
+    body: bytes
+    granted: int | Ids | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One ``connect()`` of a client process, and the holder of its slots."""
+
+    number: int
+    row: int  # in the slot table
+    lease: bytes
+    name: str
+    pid: int
+    rank: int
+    identity: bytes  # the zmq routing id that speaks for it
+    pool: Pool
+    #: Number of the last posted message that was applied.
+    applied: int = 0
+    #: Request id of the BEGIN whose window is open, 0: none.
+    window: int = 0
+    #: Slots held, those of an open window included.
+    held: int = 0
+    #: Requests below this id are closed: their replies have arrived, or nobody waits for them.
+    oldest_open: int = 0
+    answers: OrderedDict[int, Answer] = field(default_factory=OrderedDict)
+    barred: set[int] = field(default_factory=set)
+
+    def close_requests_below(self, oldest_open: int) -> None:
+        """Forget the replies that the client says it has."""
+        if oldest_open <= self.oldest_open:
+            return
+        self.oldest_open = oldest_open
+        for request_id in [known for known in self.answers if known < oldest_open]:
+            del self.answers[request_id]
+        if self.barred:
+            self.barred = {known for known in self.barred if known >= oldest_open}
+
+    def check_room(self) -> None:
+        if len(self.answers) + len(self.barred) >= MAX_OPEN:
+            raise ProtocolError(
+                f"session {self.number} has {MAX_OPEN} open requests: read the replies, and say in "
+                "oldest_open which of them arrived"
+            )
+
+
+class SessionRows:
+    """Which rows of a slot table's session part are taken. Numbers are never used twice, rows are."""
+
+    def __init__(self, max_sessions: int) -> None:
+        self.max_sessions = max_sessions
+        self._free = list(range(max_sessions - 1, -1, -1))
+
+    def take(self) -> int:
+        if not self._free:
+            raise AllocatorUnavailable(f"all {self.max_sessions} sessions of this pool are in use")
+        return self._free.pop()
+
+    def give_back(self, row: int) -> None:
+        self._free.append(row)

@@ -1,0 +1,239 @@
+"""Writes the slot table: every change first as a redo record, then in place.
+
+A change is staged (each call appends to the redo record), then committed. Nothing outside the record is
+stored before the commit point, and all that is stored after it is read back from the record: the normal path
+and a recovery that applies the record again are one function. All values in a record are absolute, so
+that applying it twice, or over half of itself, ends the same.
+
+The record: ``[length, free_count, part, part, …]`` in words. A part begins with ``code | count << 8``:
+
+=====  ================================================================================
+GRANT  owner, request, ids (two int32 a word), one generation a word
+FREE   order of the first id, address of the applied word, its value, ids
+WORD   address, value
+=====  ================================================================================
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from mambapool.pool import slot_table as st
+from mambapool.pool.errors import RuntimeDirError
+from mambapool.service.ledger import SMALL_BATCH, Generations, Ids
+
+_GRANT, _FREE, _WORD = 1, 2, 3
+_HEAD_WORDS = 2
+
+_put3 = struct.Struct("=3Q").pack_into
+_put5 = struct.Struct("=5Q").pack_into
+_get2 = struct.Struct("=2Q").unpack_from
+_get4 = struct.Struct("=4Q").unpack_from
+
+
+class SlotTableWriter:
+    """The slot table of one pool, made anew. One per file, used by the allocator's one thread."""
+
+    def __init__(self, path: Path, layout: st.TableLayout, *, uuid: bytes, digest: bytes, epoch: int) -> None:
+        self.path = path
+        self.layout = layout
+        self._map = _create(path, layout.size_bytes)
+        self._items = memoryview(self._map).cast("Q")
+        self._words = np.frombuffer(self._map, np.uint64)
+        self._ids = self._words.view(np.int32)
+        self._id_items = self._ids.data
+        count = layout.slots + 1
+        fields = [self._words[layout.field(field) :][:count] for field in range(st.ROW_FIELDS)]
+        self._owner, self._request, self._generation, self._order, self._offered = fields
+        self._iota = np.arange(count, dtype=np.uint64)
+        self._owner_at = layout.field(st.OWNER)
+        self._request_at = layout.field(st.REQUEST)
+        self._generation_at = layout.field(st.GENERATION)
+        self._order_at = layout.field(st.ORDER)
+        self._start = layout.redo + _HEAD_WORDS
+        self._end = self._start
+        self._write_header(uuid, digest, epoch)
+
+    def _write_header(self, uuid: bytes, digest: bytes, epoch: int) -> None:
+        items = self._items
+        self._order[:] = self._iota
+        items[st.H_VERSION] = st.LAYOUT_VERSION
+        items[st.H_SLOTS] = self.layout.slots
+        items[st.H_MAX_SESSIONS] = self.layout.max_sessions
+        items[st.H_EPOCH] = epoch
+        items[st.H_FREE_COUNT] = self.layout.slots
+        self._words[st.H_UUID : st.H_UUID + 2] = np.frombuffer(uuid, np.uint64)
+        self._words[st.H_DIGEST : st.H_DIGEST + 2] = np.frombuffer(digest, np.uint64)
+        items[st.H_MAGIC] = st.MAGIC
+
+    # Staging: appends to the record.
+
+    def grant_one(self, slot: int, generation: int, owner: int, request: int) -> None:
+        """Stage: ``slot`` belongs to ``owner`` (an owner word) by ``request``."""
+        _put5(self._map, self._end * 8, _GRANT | 1 << 8, owner, request, slot, generation)
+        self._end += 5
+
+    def grant(self, ids: Ids, generations: Generations, owner: int, request: int) -> None:
+        """Stage: all of ``ids`` belong to ``owner`` by ``request``."""
+        count = len(ids)
+        at = self._end
+        _put3(self._map, at * 8, _GRANT | count << 8, owner, request)
+        at = self._put_ids(at + 3, ids, count)
+        self._words[at : at + count] = generations
+        self._end = at + count
+
+    def free_one(self, slot: int, order: int, applied_address: int, applied: int) -> None:
+        """Stage: ``slot`` is free, the ``order``-th to be so; its session's applied word is ``applied``."""
+        _put5(self._map, self._end * 8, _FREE | 1 << 8, order, applied_address, applied, slot)
+        self._end += 5
+
+    def free(self, ids: Ids, order: int, applied_address: int, applied: int) -> None:
+        """Stage: all of ``ids`` are free, numbered from ``order`` on."""
+        count = len(ids)
+        at = self._end
+        _put3(self._map, at * 8, _FREE | count << 8, order, applied_address)
+        self._items[at + 3] = applied
+        self._end = self._put_ids(at + 4, ids, count)
+
+    def word(self, address: int, value: int) -> None:
+        """Stage one word of the header or of a session."""
+        _put3(self._map, self._end * 8, _WORD, address, value)
+        self._end += 3
+
+    def commit(self, free_count: int) -> None:
+        """Make everything staged true at once."""
+        items = self._items
+        items[self._start - 2] = self._end
+        items[self._start - 1] = free_count
+        sequence = items[st.H_SEQ] + 1
+        items[st.H_SEQ] = sequence
+        self._apply()
+        items[st.H_DONE] = sequence
+        self._end = self._start
+
+    def _apply(self) -> None:
+        """Store what the record says; the same whether it was just staged or left by a dead process."""
+        items = self._items
+        at = self._start
+        end = items[at - 2]
+        while at < end:
+            code = items[at]
+            count = code >> 8
+            code &= 0xFF
+            if code == _FREE:
+                at = self._apply_free(at + 1, count)
+            elif code == _GRANT:
+                at = self._apply_grant(at + 1, count)
+            else:
+                assert code == _WORD, f"unknown part {code} in the redo record of {self.path}"
+                address, value = _get2(self._map, (at + 1) * 8)
+                items[address] = value
+                at += 3
+        items[st.H_FREE_COUNT] = items[self._start - 1]
+
+    def _apply_grant(self, at: int, count: int) -> int:
+        items = self._items
+        owner, request, slot, generation = _get4(self._map, at * 8)
+        if count == 1:
+            items[self._request_at + slot] = request
+            items[self._generation_at + slot] = generation
+            items[self._owner_at + slot] = owner
+            return at + 4
+        ids_at = at + 2
+        values_at = ids_at + (count + 1) // 2
+        end = values_at + count
+        if count <= SMALL_BATCH:
+            ids = self._id_items[2 * ids_at : 2 * ids_at + count]
+            for slot, generation in zip(ids, items[values_at:end], strict=True):
+                items[self._request_at + slot] = request
+                items[self._generation_at + slot] = generation
+                items[self._owner_at + slot] = owner
+        else:
+            index = self._ids[2 * ids_at : 2 * ids_at + count].astype(np.intp)
+            self._request[index] = request
+            self._generation[index] = self._words[values_at:end]
+            self._owner[index] = owner
+        return end
+
+    def _apply_free(self, at: int, count: int) -> int:
+        items = self._items
+        order, address, applied, slot = _get4(self._map, at * 8)
+        ids_at = at + 3
+        if count == 1:
+            items[self._order_at + slot] = order
+            items[self._owner_at + slot] = 0
+        elif count <= SMALL_BATCH:
+            ids = self._id_items[2 * ids_at : 2 * ids_at + count]
+            for place, slot in enumerate(ids, order):
+                items[self._order_at + slot] = place
+                items[self._owner_at + slot] = 0
+        else:
+            index = self._ids[2 * ids_at : 2 * ids_at + count].astype(np.intp)
+            self._order[index] = self._iota[:count] + np.uint64(order)
+            self._owner[index] = 0
+        items[address] = applied
+        return ids_at + (count + 1) // 2
+
+    # Reading back, for checks and counts.
+
+    def free_list(self) -> Ids:
+        """The free list as the table tells it: free rows by their order."""
+        free = np.flatnonzero(self._owner[1:] == 0) + 1
+        return free[np.argsort(self._order[free], kind="stable")].astype(np.int32)
+
+    def held_by(self, owner: int) -> Ids:
+        """The slots whose owner word this is, ascending."""
+        return np.flatnonzero(self._owner == owner).astype(np.int32)
+
+    def granted_by(self, ids: Ids, owner: int, request: int) -> npt.NDArray[np.bool_]:
+        """Per id, whether it still belongs to ``owner`` by that very request."""
+        same: npt.NDArray[np.bool_] = (self._owner[ids] == owner) & (self._request[ids] == request)
+        return same
+
+    def count_granted_by(self, request_of_owner: dict[int, int]) -> dict[int, int]:
+        """Per owner word, how many slots it still has of one request; one pass over the rows."""
+        if not request_of_owner:
+            return {}
+        owners = np.array(sorted(request_of_owner), np.uint64)
+        requests = np.array([request_of_owner[int(owner)] for owner in owners], np.uint64)
+        place = np.searchsorted(owners, self._owner).clip(max=len(owners) - 1)
+        matches = (owners[place] == self._owner) & (requests[place] == self._request)
+        counts = np.bincount(place[matches], minlength=len(owners))
+        return {int(owner): int(count) for owner, count in zip(owners, counts, strict=True)}
+
+    def _put_ids(self, at: int, ids: Ids, count: int) -> int:
+        self._ids[2 * at : 2 * at + count] = ids
+        return at + (count + 1) // 2
+
+    def remove(self) -> None:
+        """Unlink the file; it stays for whoever has it mapped."""
+        self.path.unlink(missing_ok=True)
+
+
+def _create(path: Path, size_bytes: int) -> mmap.mmap:
+    """Map a new file of zeros at ``path``, allocated whole: on a full tmpfs a hole is SIGBUS later."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.unlink(missing_ok=True)
+        fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, size_bytes)
+            # Not a rewrite of the old file: whoever still maps that must not see it change under them.
+            draft.rename(path)
+            return mmap.mmap(fd, size_bytes)
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise RuntimeDirError(
+            f"cannot make the slot table {path} of {size_bytes} bytes: {error.strerror}; "
+            "free space there or name another directory with --dir"
+        ) from error
