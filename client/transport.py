@@ -62,7 +62,7 @@ class Transport:
         #: False once the allocator says that it does not know this connection.
         self._attached = True
         self._closed = False
-        self._socket = self._connect()
+        self._socket = _new_socket(directory, timeout)
         try:
             #: What the allocator told of the session and its pool.
             self.session = self._say_hello(self._deadline())
@@ -263,20 +263,39 @@ class Transport:
         session: dict[str, Any] = reply[3]
         return session
 
-    def _connect(self) -> zmq.Socket[bytes]:
-        check_socket_path(self.directory.allocator_socket)
-        dealer: zmq.Socket[bytes] = _context().socket(zmq.DEALER)
-        dealer.linger = 0
-        dealer.rcvtimeo = int(self.timeout * 1000)
-        dealer.sndhwm = HIGH_WATER_MARK
-        dealer.rcvhwm = HIGH_WATER_MARK
-        dealer.reconnect_ivl = 20
-        dealer.reconnect_ivl_max = 500
-        dealer.connect(self.directory.endpoint)
-        return dealer
-
     def _deadline(self) -> float:
         return time.monotonic() + self.timeout
 
     def _unavailable(self, reason: str) -> AllocatorUnavailable:
         return AllocatorUnavailable(f"the allocator of {self.directory.path} is not available: {reason}")
+
+
+def ask_status(directory: RuntimeDir, timeout: float) -> dict[str, Any]:
+    """The allocator's ``status --json``; needs no session. Raises :class:`AllocatorUnavailable`."""
+    dealer = _new_socket(directory, timeout)
+    try:
+        dealer.send(protocol.pack((protocol.STATUS, 0, 1, 0, 0, 0)))
+        reply = protocol.unpack(dealer.recv(), protocol.MAX_OVERHEAD_BYTES)
+    except zmq.Again:
+        raise AllocatorUnavailable(
+            f"the allocator of {directory.path} did not answer within {timeout:g} s: is it running?"
+        ) from None
+    finally:
+        dealer.close(linger=0)
+    if reply[2] != protocol.OK:
+        raise protocol.error_from(reply[2:])
+    status: dict[str, Any] = reply[3]
+    return status
+
+
+def _new_socket(directory: RuntimeDir, timeout: float) -> zmq.Socket[bytes]:
+    check_socket_path(directory.allocator_socket)
+    dealer: zmq.Socket[bytes] = _context().socket(zmq.DEALER)
+    dealer.linger = 0
+    dealer.rcvtimeo = int(timeout * 1000)
+    dealer.sndhwm = HIGH_WATER_MARK
+    dealer.rcvhwm = HIGH_WATER_MARK
+    dealer.reconnect_ivl = 20
+    dealer.reconnect_ivl_max = 500
+    dealer.connect(directory.endpoint)
+    return dealer

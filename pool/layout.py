@@ -30,6 +30,9 @@ MAX_SLOTS = 2**31 - 2
 #: What a memory can be addressed with at all; keeps sums far from overflow in every language.
 MAX_BLOCK_BYTES = 2**56
 
+#: Of a tensor without layers and slot; numpy before 2.0 takes 32 dimensions in all.
+MAX_DIMENSIONS = 16
+
 _NAME = re.compile(r"[a-z][a-z0-9_.]{0,31}")
 _SPEC = re.compile(r"(?P<name>[^=]*)=(?P<dtype>[^:]*):(?P<dims>.*)")
 
@@ -46,15 +49,16 @@ class TensorSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             raise ConfigError(f"tensor name {self.name!r}: use 1 to 32 of a-z 0-9 _ . after a letter")
-        if self.dtype not in DTYPE_BYTES:
-            raise ConfigError(
-                f"tensor {self.name}: dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}"
-            )
+        if not isinstance(self.dtype, str) or self.dtype not in DTYPE_BYTES:
+            raise ConfigError(f"tensor {self.name}: dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+        # A list would do, but equal geometries would then compare unequal.
+        if not isinstance(self.shape, tuple) or not 1 <= len(self.shape) <= MAX_DIMENSIONS:
+            raise ConfigError(f"tensor {self.name}: needs 1 to {MAX_DIMENSIONS} dimensions after the layers")
         for size in (self.layers, *self.shape):
-            if type(size) is not int or size < 1:
-                raise ConfigError(f"tensor {self.name}: size {size!r} is not a whole number of at least 1")
-        if not self.shape:
-            raise ConfigError(f"tensor {self.name}: needs at least one dimension after the layers")
+            if type(size) is not int or not 1 <= size <= MAX_BLOCK_BYTES:
+                raise ConfigError(
+                    f"tensor {self.name}: size {size!r} is not a whole number from 1 to {MAX_BLOCK_BYTES}"
+                )
 
     @classmethod
     def parse(cls, text: str) -> TensorSpec:
@@ -110,10 +114,11 @@ class Geometry:
     def __post_init__(self) -> None:
         if not self.tensors:
             raise ConfigError("a state needs at least one tensor")
-        names = [tensor.name for tensor in self.tensors]
-        for name in names:
-            if names.count(name) > 1:
-                raise ConfigError(f"tensor {name} is named twice")
+        seen = set()
+        for tensor in self.tensors:
+            if tensor.name in seen:
+                raise ConfigError(f"tensor {tensor.name} is named twice")
+            seen.add(tensor.name)
 
     @cached_property
     def bytes_per_slot(self) -> int:
@@ -128,6 +133,8 @@ class Geometry:
     def place(self, slots: int) -> BlockLayout:
         """Lay out the tensors for ``slots`` usable slots, which makes ``slots + 1`` rows."""
         check_slots(slots)
+        if self._block_bytes(slots) > MAX_BLOCK_BYTES:
+            raise ConfigError(f"{slots} slots of {self.bytes_per_slot} bytes are more than can be addressed")
         placed = []
         end = 0
         for spec in self.tensors:
@@ -136,21 +143,23 @@ class Geometry:
             tensor = PlacedTensor(spec.name, spec.dtype, shape, _contiguous(shape), offset)
             placed.append(tensor)
             end = offset + tensor.size_bytes
-        size_bytes = _align(end)
-        if size_bytes > MAX_BLOCK_BYTES:
-            raise ConfigError(f"{slots} slots of {self.bytes_per_slot} bytes are more than can be addressed")
-        return BlockLayout(slots, tuple(placed), size_bytes)
+        return BlockLayout(slots, tuple(placed), _align(end))
 
     def slots_that_fit(self, memory_bytes: int) -> int:
         """The most usable slots whose block, reserved row and padding included, fits; 0 if none does."""
+        memory_bytes = min(memory_bytes, MAX_BLOCK_BYTES)
         low, high = 0, min(memory_bytes // self.bytes_per_slot, MAX_SLOTS)
         while low < high:
             middle = (low + high + 1) // 2
-            if self.place(middle).size_bytes <= memory_bytes:
+            if self._block_bytes(middle) <= memory_bytes:
                 low = middle
             else:
                 high = middle - 1
         return low
+
+    def _block_bytes(self, slots: int) -> int:
+        """What :meth:`place` takes: every tensor begins, and the block ends, at a multiple of 256."""
+        return sum(_align((slots + 1) * tensor.bytes_per_slot) for tensor in self.tensors)
 
     def to_wire(self) -> list[Any]:
         return [[t.name, t.dtype, t.layers, list(t.shape)] for t in self.tensors]
@@ -158,17 +167,20 @@ class Geometry:
     @classmethod
     def from_wire(cls, value: Sequence[Any]) -> Geometry:
         """The inverse of :meth:`to_wire`; a malformed value is a ``ConfigError``."""
-        try:
-            return cls(
-                tuple(TensorSpec(name, dtype, layers, tuple(dims)) for name, dtype, layers, dims in value)
-            )
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"not the geometry of a state: {error}") from error
+        if not _is_array(value) or not all(
+            _is_array(item) and len(item) == 4 and _is_array(item[3]) for item in value
+        ):
+            raise ConfigError("not the geometry of a state: expected [[name, dtype, layers, [dim, …]], …]")
+        return cls(tuple(TensorSpec(name, dtype, layers, tuple(dims)) for name, dtype, layers, dims in value))
 
 
 def check_slots(slots: int) -> None:
     if type(slots) is not int or not 1 <= slots <= MAX_SLOTS:
         raise ConfigError(f"slots {slots!r}: expected a whole number from 1 to {MAX_SLOTS}")
+
+
+def _is_array(value: object) -> bool:
+    return isinstance(value, list | tuple)
 
 
 def _align(offset: int) -> int:

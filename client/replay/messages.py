@@ -1,0 +1,103 @@
+"""What a replay and its scheduler processes say to each other: one JSON object per line, on pipes.
+
+To a scheduler, on its standard input: a :class:`Job`, then a :class:`Go` when all are ready. From it, on its
+standard output: :class:`Ready`, any number of :class:`Progress`, and at the end one
+:class:`~mambapool.client.replay.result.SchedulerResult`; or :class:`Failed` at any time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mambapool.client.replay.options import ReplayOptions
+from mambapool.client.replay.result import SchedulerResult
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Which share of which replay a scheduler runs; ``scheduler`` counts from 0."""
+
+    scheduler: int
+    options: ReplayOptions
+
+    def to_line(self) -> bytes:
+        options = dataclasses.asdict(self.options)
+        paths = {key: str(value) for key, value in options.items() if isinstance(value, Path)}
+        return _line({"scheduler": self.scheduler, "options": {**options, **paths}})
+
+    @classmethod
+    def from_line(cls, line: bytes) -> Job:
+        fields = json.loads(line)
+        options = fields["options"]
+        return cls(fields["scheduler"], ReplayOptions(**{**options, "trace": Path(options["trace"])}))
+
+
+@dataclass(frozen=True, slots=True)
+class Go:
+    """All schedulers are ready: the trace starts at ``origin_s`` on the clock of :func:`time.monotonic`."""
+
+    origin_s: float
+
+    def to_line(self) -> bytes:
+        return _line({"origin_s": self.origin_s})
+
+    @classmethod
+    def from_line(cls, line: bytes) -> Go:
+        return cls(json.loads(line)["origin_s"])
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Connected to a pool of ``slots`` slots, whose states consist of ``tensors`` tensors."""
+
+    slots: int
+    tensors: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How many requests are finished, how many steps were computed; ``blocked``: nothing runs, and what
+    waits gets no slots."""
+
+    finished: int
+    steps: int
+    blocked: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The scheduler ends because of an error of :mod:`mambapool.pool.errors`, by its class's name."""
+
+    error: str
+    text: str
+
+
+Report = Ready | Progress | Failed | SchedulerResult
+
+
+def report_line(report: Report) -> bytes:
+    if isinstance(report, SchedulerResult):
+        return _line({"SchedulerResult": report.to_json()})
+    return _line({type(report).__name__: dataclasses.asdict(report)})
+
+
+def parse_report(line: bytes) -> Report:
+    ((kind, fields),) = json.loads(line).items()
+    if kind == "SchedulerResult":
+        return SchedulerResult.from_json(fields)
+    return _REPORTS[kind](**fields)
+
+
+_REPORTS: dict[str, type[Ready] | type[Progress] | type[Failed]] = {
+    "Ready": Ready,
+    "Progress": Progress,
+    "Failed": Failed,
+}
+
+
+def _line(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields, separators=(",", ":")).encode() + b"\n"

@@ -1,0 +1,152 @@
+"""Running the schedulers of a replay: one process each, started together, watched to the end."""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from mambapool.client.replay.failure import ReplayFailed, raised_by
+from mambapool.client.replay.messages import Failed, Progress, Ready, Report
+from mambapool.client.replay.options import ReplayOptions
+from mambapool.client.replay.result import SchedulerResult
+from mambapool.client.replay.scheduler_process import SchedulerProcess
+from mambapool.client.replay.watch import Watch
+from mambapool.pool.errors import ConfigError
+
+#: Seconds that a scheduler has to end in when it was asked to, or has sent its result. It ends between two
+#: steps, and closing its session is bounded by the client.
+_END_S = 10.0
+
+#: Seconds between two looks at whether the schedulers still get anywhere.
+_LOOK_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What the schedulers found out, on a pool of ``slots`` slots, in ``seconds`` of real time."""
+
+    results: list[SchedulerResult]
+    slots: int
+    seconds: float
+
+
+def run_schedulers(options: ReplayOptions, progress: Callable[[int], None]) -> Run:
+    """Start the schedulers, wait until all are connected, let them run, and collect what they report.
+
+    ``progress`` is called with the number of requests finished so far, from this thread. No process is left
+    behind, whatever happens. Raises the error that a scheduler reports, :class:`ConfigError` when the pool
+    can never serve a request or has no states, and :class:`ReplayFailed`.
+    """
+    with _Schedulers(options) as schedulers:
+        schedulers.start()
+        slots = schedulers.until_ready()
+        started_s = time.monotonic()
+        schedulers.go(started_s)
+        results = schedulers.until_done(progress)
+        return Run(results, slots, max(schedulers.result_times_s) - started_s)
+
+
+class _Schedulers:
+    """The processes of one replay; leaving the context ends those that still run."""
+
+    def __init__(self, options: ReplayOptions) -> None:
+        self._options = options
+        self._selector = selectors.DefaultSelector()
+        self._processes: list[SchedulerProcess] = []
+        self._results: dict[int, SchedulerResult] = {}
+        self.result_times_s: list[float] = []
+
+    def __enter__(self) -> _Schedulers:
+        return self
+
+    def start(self) -> None:
+        for scheduler in range(self._options.schedulers):
+            process = SchedulerProcess(scheduler, self._options)
+            self._processes.append(process)
+            self._selector.register(process, selectors.EVENT_READ, process)
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        for process in self._processes:
+            process.ask_to_end()
+        deadline_s = time.monotonic() + _END_S
+        for process in self._processes:
+            if process.wait(max(0.0, deadline_s - time.monotonic())) is None:
+                process.kill()
+                if error is not None:
+                    error.add_note(f"{process} did not end within {_END_S:g} s and was killed")
+            process.close()
+        self._selector.close()
+
+    def until_ready(self) -> int:
+        """Wait until all are connected; returns the number of slots of the pool."""
+        ready: dict[int, Ready] = {}
+        while len(ready) < len(self._processes):
+            for process, report in self._receive():
+                if isinstance(report, Ready):
+                    ready[process.scheduler] = report
+        _check_pool(self._options, ready[0])
+        return ready[0].slots
+
+    def go(self, origin_s: float) -> None:
+        for process in self._processes:
+            process.go(origin_s)
+
+    def until_done(self, progress: Callable[[int], None]) -> list[SchedulerResult]:
+        """Wait until all have reported their result and ended; the results are in the schedulers' order."""
+        watch = Watch(self._options)
+        while self._selector.get_map():
+            for process, report in self._receive():
+                if isinstance(report, Progress):
+                    watch.note(process.scheduler, report)
+                elif isinstance(report, SchedulerResult):
+                    self._results[process.scheduler] = report
+                    self.result_times_s.append(time.monotonic())
+                    watch.note_end(process.scheduler, report.finished)
+            progress(watch.finished)
+            watch.check()
+        return [self._results[scheduler] for scheduler in sorted(self._results)]
+
+    def _receive(self) -> Iterator[tuple[SchedulerProcess, Report]]:
+        """What has come within :data:`_LOOK_S`. Raises when a scheduler failed, or ended too early."""
+        for key, _ in self._selector.select(_LOOK_S):
+            process: SchedulerProcess = key.data
+            reports = process.read()
+            if reports is None:
+                self._selector.unregister(process)
+                self._check_end(process)
+            for report in reports or ():
+                if isinstance(report, Failed):
+                    raise raised_by(str(process), report)
+                yield process, report
+
+    def _check_end(self, process: SchedulerProcess) -> None:
+        status = process.wait(_END_S)
+        if process.scheduler in self._results and status == 0:
+            return
+        when = "after its result" if process.scheduler in self._results else "without a result"
+        words = process.last_words()
+        raise ReplayFailed(f"{process} {_how_ended(status)} {when}{': ' if words else ''}{words}")
+
+
+def _how_ended(status: int | None) -> str:
+    if status is None:
+        return "did not end"
+    if status < 0:
+        return f"was ended by {signal.Signals(-status).name}"
+    return f"ended with exit status {status}"
+
+
+def _check_pool(options: ReplayOptions, pool: Ready) -> None:
+    if options.slots_per_request > pool.slots:
+        raise ConfigError(
+            f"pool {options.pool} has {pool.slots} slots, and a request takes {options.slots_per_request} "
+            f"(1 and --track {options.track}): serve a larger pool, or ask for fewer track slots"
+        )
+    if not pool.tensors:
+        raise ConfigError(
+            f"pool {options.pool} has no states, so there is nothing to compute on and to compare: "
+            "serve it with --state or --model"
+        )

@@ -1,0 +1,136 @@
+"""What a replay found out, for machines and for people."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from mambapool.client.replay.options import ReplayOptions
+from mambapool.client.replay.runner import Run
+from mambapool.client.replay.usage import merge
+
+_CUT_OFF = "says nothing here: requests waited, so the pool's size cut the peaks off"
+
+
+class Row(NamedTuple):
+    """One line of a summary: what, how much, and what that means."""
+
+    label: str
+    value: str
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaySummary:
+    """The keys of ``replay --json``.
+
+    Held slots are those of requests and of open windows, over the whole pool and by the clock of the trace.
+    ``waits`` counts requests that waited at least one step for a slot. The percentiles, in microseconds, are
+    of calls for slots that cost a message, and None if there was none. ``findings`` are the first lines
+    about mismatches.
+    """
+
+    requests: int
+    finished: int
+    mismatches: int
+    steps: int
+    messages: int
+    waits: int
+    alloc_p50_us: float | None
+    alloc_p99_us: float | None
+    peak_held: int
+    mean_held: float
+    partitioned_need: int
+    partitioned_sum: int
+    seconds: float
+    schedulers: int
+    slots: int
+    findings: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Every request was served, and found in its slots what it had put there."""
+        return self.mismatches == 0 and self.finished == self.requests
+
+    def to_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "findings": list(self.findings)}
+
+    def rows(self) -> list[Row]:
+        """The summary in words."""
+        return [
+            Row("requests", f"{self.requests:,}", f"over {_count(self.schedulers, 'scheduler')}"),
+            Row("finished", f"{self.finished:,}", "all" if self.finished == self.requests else "not all"),
+            Row("mismatches", f"{self.mismatches:,}", self._mismatches_note()),
+            Row("steps", f"{self.steps:,}", "batched updates of the mapped states"),
+            Row("messages", f"{self.messages:,}", f"{_ratio(self.messages, self.steps):.2f} per step"),
+            Row("waits", f"{self.waits:,}", "requests that waited at least one step for a slot"),
+            Row("alloc p50", _microseconds(self.alloc_p50_us), "of calls for slots that cost a message"),
+            Row("alloc p99", _microseconds(self.alloc_p99_us), ""),
+            Row("peak held", f"{self.peak_held:,}", f"of {self.slots:,} slots, all schedulers together"),
+            Row("mean held", f"{self.mean_held:.1f}", "over the time of the trace"),
+            Row("partitioned need", f"{self.partitioned_need:,}", self._partition_note()),
+            Row("partitioned sum", f"{self.partitioned_sum:,}", self._partition_sum_note()),
+            Row("seconds", f"{self.seconds:.1f}", f"{_ratio(self.steps, self.seconds):,.0f} steps a second"),
+        ]
+
+    def _mismatches_note(self) -> str:
+        if self.mismatches:
+            return "states that somebody else wrote to, or frees that were refused"
+        return "every state and track slot held what its request had put there"
+
+    def _partition_note(self) -> str:
+        if self.waits:
+            return _CUT_OFF
+        return "slots that equal parts would need: schedulers times the largest peak of one"
+
+    def _partition_sum_note(self) -> str:
+        return _CUT_OFF if self.waits else "slots that parts cut to each scheduler's own peak would need"
+
+
+def summarize(options: ReplayOptions, requests: int, run: Run) -> ReplaySummary:
+    """Put together what the schedulers found out."""
+    results = run.results
+    usage = merge([result.held for result in results])
+    peaks = [result.held.peak for result in results]
+    alloc_us = sorted(took_us for result in results for took_us in result.alloc_us)
+    return ReplaySummary(
+        requests=requests,
+        finished=sum(result.finished for result in results),
+        mismatches=sum(result.mismatches for result in results),
+        steps=sum(result.steps for result in results),
+        messages=sum(result.messages for result in results),
+        waits=sum(result.waits for result in results),
+        alloc_p50_us=percentile(alloc_us, 50),
+        alloc_p99_us=percentile(alloc_us, 99),
+        peak_held=usage.peak,
+        mean_held=round(usage.mean, 3),
+        partitioned_need=options.schedulers * max(peaks),
+        partitioned_sum=sum(peaks),
+        seconds=round(run.seconds, 3),
+        schedulers=options.schedulers,
+        slots=run.slots,
+        findings=tuple(line for result in results for line in result.findings),
+    )
+
+
+def percentile(ascending: Sequence[float], percent: float) -> float | None:
+    """The nearest-rank percentile: the smallest value that so many percent of the values do not exceed."""
+    if not ascending:
+        return None
+    rank = max(1, math.ceil(len(ascending) * percent / 100))
+    return ascending[rank - 1]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _microseconds(value: float | None) -> str:
+    return "none" if value is None else f"{value:.0f} µs"

@@ -1,0 +1,127 @@
+"""The process of one scheduler of a replay: ``python -m mambapool.client.replay.worker_process``.
+
+Started by :mod:`~mambapool.client.replay.runner`, which it talks to as
+:mod:`~mambapool.client.replay.messages` says. SIGTERM and SIGINT end it between two steps; it also ends by
+itself when nobody reads its reports any more.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from functools import partial
+from types import FrameType
+from typing import BinaryIO
+
+import torch
+
+from mambapool.client import connect
+from mambapool.client.replay import trace
+from mambapool.client.replay.messages import Failed, Go, Job, Progress, Ready, Report, report_line
+from mambapool.client.replay.pace import Pace
+from mambapool.client.replay.result import SchedulerResult
+from mambapool.client.replay.routing import share
+from mambapool.client.replay.scheduler import Scheduler
+from mambapool.pool.errors import MambaPoolError
+
+#: Seconds between two reports of progress.
+_REPORT_EVERY_S = 0.1
+
+#: Seconds, from and to, that a scheduler sleeps which waits for others to free slots. At random, so that two
+#: that want the same last slots do not go on taking some of them each in step.
+_BLOCKED_SLEEP_S = (0.0003, 0.0009)
+
+
+class _Stopped(Exception):
+    """A signal asked for the end."""
+
+
+class _Reporter:
+    """Tells the runner how far the scheduler is, at most every :data:`_REPORT_EVERY_S`."""
+
+    def __init__(self, output: BinaryIO) -> None:
+        self._output = output
+        self._due_s = 0.0
+        self._stopped = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._stopped = True
+
+    def send(self, report: Report) -> None:
+        self._output.write(report_line(report))
+        self._output.flush()
+
+    def tick(self, scheduler: Scheduler, blocked: bool) -> None:
+        """Report if it is time; raises :class:`_Stopped` when a signal came."""
+        if self._stopped:
+            raise _Stopped
+        now_s = time.monotonic()
+        if now_s >= self._due_s:
+            self._due_s = now_s + _REPORT_EVERY_S
+            self.send(Progress(scheduler.finished, scheduler.steps, blocked))
+
+
+def main() -> int:
+    job_line = sys.stdin.buffer.readline()
+    if not job_line:
+        return 1
+    job = Job.from_line(job_line)
+    reporter = _Reporter(_take_stdout())
+    try:
+        result = _run(job, reporter)
+    except MambaPoolError as error:
+        reporter.send(Failed(type(error).__name__, str(error)))
+        return 1
+    except (_Stopped, BrokenPipeError):
+        return 1
+    reporter.send(result)
+    return 0
+
+
+def _take_stdout() -> BinaryIO:
+    """Keep the pipe for the reports alone: whatever else is printed goes to standard error."""
+    output = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return output
+
+
+def _run(job: Job, reporter: _Reporter) -> SchedulerResult:
+    options = job.options
+    torch.set_num_threads(1)
+    requests = share(
+        trace.load(options.trace, options.limit), job.scheduler, options.schedulers, options.route
+    )
+    with connect(
+        options.dir,
+        options.pool,
+        name=f"replay-{job.scheduler}",
+        device=options.device,
+        timeout=options.timeout,
+    ) as worker:
+        reporter.send(Ready(worker.allocator.size, len(worker.states)))
+        go_line = sys.stdin.buffer.readline()
+        if not go_line:
+            raise _Stopped
+        scheduler = Scheduler(worker, requests, options.track, options.step_ms)
+        pace = Pace(options.speed, Go.from_line(go_line).origin_s)
+        _step_through(scheduler, pace, reporter, random.Random(job.scheduler))
+        return scheduler.result()
+
+
+def _step_through(scheduler: Scheduler, pace: Pace, reporter: _Reporter, chance: random.Random) -> None:
+    blocked = False
+    while not scheduler.done:
+        pace.hold(scheduler.clock_ms, partial(reporter.tick, scheduler, blocked))
+        blocked = not scheduler.step()
+        reporter.tick(scheduler, blocked)
+        if blocked:
+            time.sleep(chance.uniform(*_BLOCKED_SLEEP_S))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

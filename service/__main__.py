@@ -1,0 +1,5 @@
+"""``python -m mambapool.service``: the same as ``mambapool``."""
+
+from mambapool.service.cli import main
+
+main()

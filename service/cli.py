@@ -1,0 +1,356 @@
+"""The command line. The composition root: the one place of the service that may import the client, lazily."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mambapool.pool.errors import AllocatorUnavailable, ConfigError, MambaPoolError
+from mambapool.pool.exits import EXIT_FAILED, exit_status
+from mambapool.pool.runtime_dir import RuntimeDir, candidates
+from mambapool.pool.version import VERSION
+from mambapool.service.config import AllocatorConfig, PoolConfig
+from mambapool.service.options import DURATION, SIZE, dir_option, json_option, option
+
+LOG_FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Every flag has an environment variable, MAMBAPOOL_ + its name. Exit status: 0 done, 1 failed, "
+    "2 usage, 3 another daemon has the directory, 4 not reachable.",
+)
+@click.version_option(VERSION, prog_name="mambapool")
+def command_line() -> None:
+    """Slots of a shared Mamba state pool for many processes.
+
+    One allocator process owns the list of free slots and hands out ids; keepers hold the memory, which every
+    worker maps. Start with `mambapool serve`, look with `mambapool status`.
+    """
+
+
+def main() -> None:
+    """Run the command line; every expected error is one line on stderr, and an exit status."""
+    try:
+        command_line(prog_name="mambapool", standalone_mode=False)
+    except click.exceptions.Exit as ended:
+        sys.exit(ended.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except MambaPoolError as error:
+        click.echo(f"mambapool: {error}", err=True)
+        sys.exit(exit_status(error))
+    except ImportError as error:
+        if "mambapool[worker]" not in str(error):
+            raise
+        click.echo(f"mambapool: {error}", err=True)
+        sys.exit(EXIT_FAILED)
+    except BrokenPipeError:
+        # Whoever read our output has gone, `mambapool status | head`; nothing is left to say.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(EXIT_FAILED)
+
+
+def _pool_options(required_slots: bool) -> Any:
+    """The flags that describe one pool, for serve, allocator and keeper."""
+
+    def decorate(function: Any) -> Any:
+        for decorator in reversed(
+            (
+                option("--pool", default="default", show_default=True, metavar="NAME", help="Name of the pool."),
+                option(
+                    "--slots",
+                    type=int,
+                    metavar="N",
+                    required=required_slots,
+                    help="Usable slots; ids are 1..N, row 0 is added. Alone: an allocator-only pool, "
+                    "whose engine keeps its own tensors.",
+                ),
+                option("--model", metavar="CONFIG.json", help="Compute the state from a model's config.json."),
+                option(
+                    "--state",
+                    "states",
+                    multiple=True,
+                    metavar="NAME=DTYPE:LxDxD…",
+                    help="A tensor of the state, layers first, without the slot dimension: "
+                    "conv=bfloat16:4x96x3 is [4, N + 1, 96, 3]. Repeatable.",
+                ),
+                option(
+                    "--tp-size",
+                    type=click.IntRange(min=1),
+                    default=1,
+                    show_default=True,
+                    metavar="T",
+                    help="Tensor-parallel ranks: T shards, each kept by a process of its own.",
+                ),
+                option(
+                    "--device",
+                    type=click.Choice(["cpu", "cuda"]),
+                    default="cpu",
+                    show_default=True,
+                    help="Where the states live: cpu is shared memory of this host.",
+                ),
+            )
+        ):
+            function = decorator(function)
+        return function
+
+    return decorate
+
+
+@command_line.command()
+@_pool_options(required_slots=False)
+@option("--max-sessions", type=int, metavar="N", help="Sessions per pool.  [default: 1024]")
+@option("--config", metavar="FILE.toml", help="Several pools: [[pool]] tables with the flags' names as keys.")
+@dir_option
+def serve(
+    pool: str,
+    slots: int | None,
+    model: str | None,
+    states: tuple[str, ...],
+    tp_size: int,
+    device: str,
+    max_sessions: int | None,
+    config: str | None,
+    directory: str | None,
+) -> None:
+    """Run keepers and allocator, in the foreground, until Ctrl-C or SIGTERM.
+
+    Prints `mambapool ready …` once it answers. Without --slots it starts without a pool: clients make
+    allocator-only ones.
+
+    \b
+    mambapool serve --slots 512 --state conv=bfloat16:4x96x3 --state temporal=float32:4x2x16x8
+    mambapool serve --slots 256 --model Qwen3-Next-80B-A3B/config.json --tp-size 4
+    """
+    from mambapool.service.serve import ServeConfig
+    from mambapool.service.serve import serve as run
+
+    _configure_logging()
+    _refuse_cuda(device)
+    pools = _one_pool(pool, slots, model, states, tp_size)
+    if config is not None:
+        from mambapool.service.config_file import read_config_file
+
+        settings = read_config_file(config)
+        directory = directory if directory is not None else settings.dir
+        max_sessions = max_sessions if max_sessions is not None else settings.max_sessions
+        pools = settings.pools + pools
+    sessions = {} if max_sessions is None else {"max_sessions": max_sessions}
+    run(ServeConfig(directory, pools, **sessions), _say_ready(pools))
+
+
+@command_line.command()
+@_pool_options(required_slots=True)
+@option("--rank", type=click.IntRange(min=0), default=0, show_default=True, metavar="R", help="Whose shard.")
+@dir_option
+def keeper(
+    pool: str,
+    slots: int,
+    model: str | None,
+    states: tuple[str, ...],
+    tp_size: int,
+    device: str,
+    rank: int,
+    directory: str | None,
+) -> None:
+    """Keep one shard's memory alone, until SIGTERM.
+
+    For containers, and for an allocator that is exchanged while the states stay: `mambapool allocator`
+    finds the keepers that live in its directory.
+    """
+    from mambapool.pool.keeper import KeeperConfig, run_keeper
+
+    _configure_logging()
+    _refuse_cuda(device)
+    (config,) = _one_pool(pool, slots, model, states, tp_size)
+    if config.geometry is None:
+        raise ConfigError("a keeper needs --model or --state: it keeps the memory of states")
+    place = RuntimeDir.for_server(directory).path
+    sys.exit(
+        run_keeper(
+            KeeperConfig(place, pool, rank, tp_size, slots, config.geometry),
+            lambda: click.echo(f"mambapool ready: keeper of {pool}, rank {rank} of {tp_size}, in {place}"),
+        )
+    )
+
+
+@command_line.command()
+@option("--pool", default="default", show_default=True, metavar="NAME", help="Name of the pool.")
+@option("--slots", type=int, metavar="N", help="Make an allocator-only pool of N slots.")
+@option("--max-sessions", type=int, metavar="N", default=1024, show_default=True, help="Sessions per pool.")
+@dir_option
+def allocator(pool: str, slots: int | None, max_sessions: int, directory: str | None) -> None:
+    """Run the allocator alone, until SIGTERM; it serves the keepers that live in its directory."""
+    from mambapool.service.server import run_allocator
+
+    _configure_logging()
+    pools = (PoolConfig(pool, slots),) if slots is not None else ()
+    place = RuntimeDir.for_server(directory)
+    run_allocator(
+        AllocatorConfig(place.path, pools, max_sessions),
+        lambda ready: click.echo(f"mambapool ready: pid {ready['pid']}, {ready['endpoint']}"),
+    )
+
+
+@command_line.command()
+@dir_option
+@json_option
+@option("--timeout", type=DURATION, default="2s", show_default=True, metavar="T", help="Wait so long for it.")
+def status(directory: str | None, as_json: bool, timeout: float) -> None:
+    """Show pools, holders and counts of a running daemon. Counts are of slots."""
+    from mambapool.client.transport import ask_status
+
+    found = ask_status(_running_daemon(directory), timeout)
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    from mambapool.service.drawing import draw_status
+
+    draw_status(found)
+
+
+@command_line.command()
+@option("--model", required=True, metavar="CONFIG.json", help="A model's config.json, or its folder.")
+@option("--tp-size", type=click.IntRange(min=1), default=1, show_default=True, metavar="T", help="Ranks.")
+@option("--memory", type=SIZE, metavar="SIZE", help="Say how many slots fit, for example 20GiB.")
+@json_option
+def geometry(model: str, tp_size: int, memory: int | None, as_json: bool) -> None:
+    """Show what one rank keeps per request of a model, and how many slots fit into a memory."""
+    from mambapool.pool.models import load_model_config, state_shape
+
+    shape = state_shape(load_model_config(model), tp_size)
+    state = shape.geometry()
+    result = {
+        "layers": shape.layers,
+        "conv": [list(dims) for dims in shape.conv],
+        "ssm": list(shape.temporal),
+        "conv_dtype": shape.conv_dtype,
+        "ssm_dtype": shape.temporal_dtype,
+        "bytes_per_slot": state.bytes_per_slot,
+        "slots": None if memory is None else state.slots_that_fit(memory),
+    }
+    if as_json:
+        click.echo(json.dumps(result))
+        return
+    from mambapool.service.drawing import draw_geometry
+
+    draw_geometry(shape.model_type, tp_size, state, memory)
+
+
+@command_line.command()
+@click.argument("trace", type=click.Path(path_type=Path))
+@dir_option
+@option("--pool", default="default", show_default=True, metavar="NAME", help="Pool to replay on.")
+@option("--schedulers", type=int, default=4, show_default=True, metavar="M", help="Scheduler processes.")
+@option("--track", type=int, default=2, show_default=True, metavar="K", help="Further slots per request.")
+@option("--step-ms", type=float, default=30.0, show_default=True, metavar="MS", help="Length of a step.")
+@option("--speed", type=float, metavar="S", help="Hold to S × real time; default: as fast as it can.")
+@option("--route", default="rr", show_default=True, metavar="HOW", help="rr: in turn; prefix: by first blocks.")
+@option("--limit", type=int, metavar="N", help="Only the first N requests.")
+@option("--timeout", type=DURATION, default="5s", show_default=True, metavar="T", help="Wait for an answer.")
+@json_option
+def replay(
+    trace: Path,
+    directory: str | None,
+    pool: str,
+    schedulers: int,
+    track: int,
+    step_ms: float,
+    speed: float | None,
+    route: str,
+    limit: int | None,
+    timeout: float,
+    as_json: bool,
+) -> None:
+    """Run schedulers over a public request trace, each step as an engine does it, and check every state.
+
+    TRACE is a Mooncake JSONL file, plain or .gz. Needs a running daemon whose pool has states. Exit
+    status 1 when a request found a state that is not its own, or was not finished.
+    """
+    from mambapool.client.replay.command import run_replay
+    from mambapool.client.replay.options import ReplayOptions
+    from mambapool.service.drawing import draw_summary, progress_bar
+
+    options = ReplayOptions(
+        trace=trace,
+        dir=_running_daemon(directory).path,
+        pool=pool,
+        schedulers=schedulers,
+        track=track,
+        step_ms=step_ms,
+        speed=speed,
+        route=route,
+        limit=limit,
+        timeout=timeout,
+    )
+    with progress_bar("requests") as progress:
+        summary = run_replay(options, progress)
+    if as_json:
+        click.echo(json.dumps(summary.to_json()))
+    else:
+        draw_summary(summary)
+    if not summary.ok:
+        sys.exit(EXIT_FAILED)
+
+
+def _configure_logging() -> None:
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+
+
+def _refuse_cuda(device: str) -> None:
+    if device == "cuda":
+        raise ConfigError(
+            "--device cuda: this version keeps states in shared memory of the host; use --device cpu"
+        )
+
+
+def _one_pool(
+    name: str, slots: int | None, model: str | None, states: tuple[str, ...], tp_size: int
+) -> tuple[PoolConfig, ...]:
+    """The pool that flags describe; none without --slots."""
+    if slots is None:
+        if model or states:
+            raise ConfigError("--model and --state need --slots N: how many states to keep")
+        return ()
+    if not model and not states:
+        return (PoolConfig(name, slots, None, tp_size),)
+    from mambapool.service.config_file import pool_config
+
+    return (pool_config(name, slots, model, states, tp_size),)
+
+
+def _say_ready(pools: tuple[PoolConfig, ...]) -> Any:
+    def say(directory: RuntimeDir, ready: dict[str, Any]) -> None:
+        described = ", ".join(_describe(pool) for pool in pools) or "no pool yet"
+        click.echo(f"mambapool ready: {directory.path}, pid {ready['pid']}, {described}")
+
+    return say
+
+
+def _describe(pool: PoolConfig) -> str:
+    if pool.geometry is None:
+        return f"pool {pool.name}: {pool.slots} slots, allocator-only"
+    shards = f" on {pool.shards} shards" if pool.shards > 1 else ""
+    return f"pool {pool.name}: {pool.slots} slots of {pool.geometry.bytes_per_slot} bytes{shards}"
+
+
+def _running_daemon(named: str | None) -> RuntimeDir:
+    """The directory of a daemon that says it is ready."""
+    directory = RuntimeDir.for_client(named)
+    if directory is None or not directory.ready.exists():
+        places = [named] if named is not None else [str(place) for place in candidates()]
+        raise AllocatorUnavailable(
+            f"no daemon is ready in {' or '.join(places)}: start one with `mambapool serve`, or name its --dir"
+        )
+    directory.check_owner()
+    return directory

@@ -1,0 +1,75 @@
+"""Values of flags: parsed once, for the command line and the configuration file alike."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from mambapool.pool.errors import ConfigError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+_UNITS_BYTES = {"": 1, "B": 1} | {
+    f"{letter}{ending}": base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for ending, base in (("iB", 1024), ("B", 1000))
+}
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of ``250ms``, ``5s``, ``2m``, ``1h``."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)", text.strip())
+    if match is None:
+        raise ConfigError(f"{text!r} is not a duration: expected a number and ms, s, m or h, for example 250ms")
+    return float(match[1]) * _UNITS_S[match[2]]
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``20GiB`` (1024ⁿ), ``20GB`` (1000ⁿ) or a plain number."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2] not in _UNITS_BYTES:
+        raise ConfigError(
+            f"{text!r} is not a size: expected a number and KiB, MiB, GiB, TiB (1024ⁿ) or KB, MB, GB, TB (1000ⁿ)"
+        )
+    return int(float(match[1]) * _UNITS_BYTES[match[2]])
+
+
+class _Parsed(click.ParamType[Any]):
+    """A flag whose text one of the parsers above reads."""
+
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return self._parse(value)
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
+
+
+DURATION = _Parsed("duration", parse_duration)
+SIZE = _Parsed("size", parse_size)
+
+
+def option(*names: str, **attributes: Any) -> Callable[[F], F]:
+    """A click option that can also be set by ``MAMBAPOOL_`` + its name; repeatable ones split at blanks."""
+    flag = next(name for name in names if name.startswith("--"))
+    variable = "MAMBAPOOL_" + flag.removeprefix("--").split("/")[0].replace("-", "_").upper()
+    return click.option(*names, envvar=variable, show_envvar=True, **attributes)
+
+
+dir_option = option(
+    "--dir",
+    "directory",
+    metavar="DIR",
+    help="Runtime directory: sockets, locks, slot tables. Default: $XDG_RUNTIME_DIR/mambapool, else "
+    "/run/mambapool if it can be written, else /tmp/mambapool-UID.",
+)
+json_option = option("--json", "as_json", is_flag=True, help="Print the result as JSON.")

@@ -1,0 +1,154 @@
+"""``mambapool serve``: a light parent of keepers and allocator, in the foreground."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from mambapool.pool.errors import AllocatorUnavailable, ConfigError, PoolLost
+from mambapool.pool.keeper import KeeperConfig
+from mambapool.pool.memory_limits import check_available
+from mambapool.pool.process_lock import ProcessLock
+from mambapool.pool.runtime_dir import RuntimeDir, check_socket_path
+from mambapool.service.children import Child, end_all
+from mambapool.service.config import AllocatorConfig, PoolConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """What ``serve`` runs: pools, and where."""
+
+    dir: str | os.PathLike[str] | None = None
+    pools: tuple[PoolConfig, ...] = ()
+    max_sessions: int = 1024
+
+
+class _Stop:
+    """Set by SIGTERM or SIGINT; its descriptor becomes readable then, and when a child ends."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.wake, self._written = socket.socketpair()
+        self.wake.setblocking(False)
+        self._written.setblocking(False)
+
+    def install(self) -> None:
+        signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._ask)
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+
+    def _ask(self, _number: int, _frame: FrameType | None) -> None:
+        self.asked = True
+
+    def wait(self) -> None:
+        """Until the next signal."""
+        select.select([self.wake], [], [])
+        self.drain()
+
+    def drain(self) -> None:
+        try:
+            while self.wake.recv(1024):
+                pass
+        except BlockingIOError:
+            pass
+
+
+def serve(config: ServeConfig, announce: Callable[[RuntimeDir, dict[str, Any]], None]) -> None:
+    """Run keepers and allocator until SIGTERM or SIGINT; ``announce`` is called when they answer.
+
+    Raises :class:`PoolLost` or :class:`AllocatorUnavailable` when one of them ends by itself: then the
+    others are ended too, and the states are gone. Has to run in the main thread.
+    """
+    stop = _Stop()
+    stop.install()
+    directory = RuntimeDir.for_server(config.dir)
+    _check_paths(directory, config.pools)
+    ProcessLock(directory.serve_lock, "mambapool serve")
+    _check_memory(config.pools)
+    keepers: list[Child] = []
+    allocators: list[Child] = []
+    try:
+        keepers += [
+            _start_keeper(directory.path, pool, rank) for pool in config.pools for rank in range(pool.shards)
+        ]
+        for keeper in keepers:
+            if _until_ready(keeper, stop) is None:
+                return
+        allocator_config = AllocatorConfig(directory.path, config.pools, config.max_sessions, os.getpid())
+        allocator = Child.start("allocator", "mambapool.service.allocator_process", allocator_config.to_json())
+        allocators.append(allocator)
+        ready = _until_ready(allocator, stop)
+        if ready is None:
+            return
+        announce(directory, ready)
+        while not stop.asked:
+            _check_children(keepers, allocator)
+            stop.wait()
+    finally:
+        # The allocator first: nobody shall be told of memory that is on its way out.
+        for children in (allocators, keepers):
+            for child in children:
+                child.end()
+            end_all(children)
+        for pool in config.pools:
+            directory.slot_table(pool.name).unlink(missing_ok=True)
+
+
+def _check_paths(directory: RuntimeDir, pools: tuple[PoolConfig, ...]) -> None:
+    for pool in pools:
+        for rank in range(pool.shards):
+            check_socket_path(directory.keeper_socket(pool.name, rank))
+
+
+def _check_memory(pools: tuple[PoolConfig, ...]) -> None:
+    """All shards together, before the first is made: each keeper alone might still find room."""
+    needed = sum(pool.geometry.place(pool.slots).size_bytes * pool.shards for pool in pools if pool.geometry)
+    if needed:
+        check_available(needed, "the states of all shards")
+
+
+def _start_keeper(directory: Path, pool: PoolConfig, rank: int) -> Child:
+    if pool.geometry is None:
+        raise ConfigError(f"pool {pool.name} has no shards to keep")
+    config = KeeperConfig(
+        dir=directory,
+        pool=pool.name,
+        rank=rank,
+        tp_size=pool.tp_size,
+        slots=pool.slots,
+        geometry=pool.geometry,
+        parent_pid=os.getpid(),
+    )
+    return Child.start(
+        f"keeper of pool {pool.name} rank {rank}",
+        "mambapool.pool.keeper",
+        config.to_json(),
+        ready_option="--ready-fd",
+    )
+
+
+def _until_ready(child: Child, stop: _Stop) -> dict[str, Any] | None:
+    """None when a stop was asked for first."""
+    while not stop.asked:
+        ready = child.wait_until_ready(stop.wake.fileno())
+        if ready is not None:
+            return ready
+        stop.drain()
+    return None
+
+
+def _check_children(keepers: list[Child], allocator: Child) -> None:
+    for keeper in keepers:
+        if keeper.ended:
+            status = keeper.process.returncode
+            raise PoolLost(f"the {keeper.name} ended with status {status}: its states are gone")
+    if allocator.ended:
+        raise AllocatorUnavailable(f"the allocator ended with status {allocator.process.returncode}")
