@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from table_check import check_table
+
 from mambapool.client import Worker, connect
 from mambapool.client.transport import ask_status
 from mambapool.pool.runtime_dir import RuntimeDir
-from table_check import check_table
 
 START_S = 30.0
 
