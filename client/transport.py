@@ -27,6 +27,8 @@ from mambapool.pool.slot_table import SlotTableReader
 #: Messages that wait for an allocator that does not read; beyond, posted ones stay in their queue.
 HIGH_WATER_MARK = 10_000
 
+_NOBLOCK = int(zmq.NOBLOCK)
+
 _contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}
 _context_lock = threading.Lock()
 
@@ -57,6 +59,7 @@ class Transport:
         #: Refusals of posted messages that no call has raised yet.
         self.refusals: list[MambaPoolError] = []
         self._hello = hello
+        self._pack = protocol.packer()  # used by whoever has the lock
         self._lock = threading.Lock()
         self._last_request = 0
         #: False once the allocator says that it does not know this connection.
@@ -127,7 +130,7 @@ class Transport:
             return
         try:
             while not self._closed:
-                self._take(BackendSocket.recv(self._socket, zmq.NOBLOCK), 0)
+                self._take(BackendSocket.recv(self._socket, _NOBLOCK), 0)
         except zmq.Again:
             if not self._attached:
                 with contextlib.suppress(MambaPoolError):
@@ -167,7 +170,7 @@ class Transport:
                 self._send_posted(before)
                 # One request is open at a time, so that it is the oldest.
                 header = (op, self.number, request_id, self.epoch, number, request_id)
-                if not self._send(protocol.pack((*header, *arguments))):
+                if not self._send(self._pack((*header, *arguments))):
                     raise self._unavailable("it does not read")
                 if frees is not None and self.posted.sent == before:
                     self.posted.sent = number
@@ -194,14 +197,14 @@ class Transport:
             if message.number > up_to:
                 break
             header = (message.op, self.number, 0, self.epoch, message.number, 0)
-            if not self._send(protocol.pack((*header, message.argument))):
+            if not self._send(self._pack((*header, message.argument))):
                 return False
             self.posted.sent = message.number
         return True
 
     def _send(self, body: bytes) -> bool:
         try:
-            BackendSocket.send(self._socket, body, zmq.NOBLOCK)
+            BackendSocket.send(self._socket, body, _NOBLOCK)
         except zmq.Again:
             return False
         self.messages += 1
@@ -255,7 +258,7 @@ class Transport:
 
     def _say_hello(self, deadline: float, **more: int) -> dict[str, Any]:
         request_id = self._last_request = self._last_request + 1
-        self._send(protocol.pack((protocol.HELLO, 0, request_id, 0, 0, 0, {**self._hello, **more})))
+        self._send(self._pack((protocol.HELLO, 0, request_id, 0, 0, 0, {**self._hello, **more})))
         reply = self._receive(request_id, deadline)
         if reply[2] != protocol.OK:
             raise protocol.error_from(reply[2:])

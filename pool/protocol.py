@@ -8,7 +8,7 @@ HELLO and STATUS, and no code ever crosses the wire.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgpack
@@ -111,11 +111,18 @@ def max_body_bytes(slots: int) -> int:
     return 4 * slots + MAX_OVERHEAD_BYTES
 
 
+def packer() -> Callable[[Sequence[Any]], bytes]:
+    """Makes bodies of messages: ints, strings, bytes, bools, None, and lists and maps of them.
+
+    A packer that is kept saves three quarters of the cost of :func:`pack`. One thread at a time may use it.
+    """
+    pack: Callable[[Sequence[Any]], bytes] = msgpack.Packer(autoreset=True).pack
+    return pack
+
+
 def pack(message: Sequence[Any]) -> bytes:
-    """The body of a message. Values are ints, strings, bytes, bools, None, and lists and maps of them."""
-    body = msgpack.packb(message)
-    assert isinstance(body, bytes)
-    return body
+    """The body of one message, in any thread."""
+    return packer()(message)
 
 
 def unpack(body: bytes, max_bin_bytes: int) -> list[Any]:

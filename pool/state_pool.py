@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType, TracebackType
+from typing import Any
 
 import torch
 
@@ -24,9 +25,10 @@ from mambapool.pool.shm import map_block
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
-# Rows of at least this size are copied one by one, smaller ones by index. A copy of one row costs 5 us of
-# torch's time; index_copy_ costs 2 us per row and then moves data at a tenth of the speed of a plain copy.
-_BY_ROW_BYTES = 32 * 1024
+# torch splits a copy of 32,768 elements or more over its threads. That pays for large states, as far as
+# torch.set_num_threads allows; smaller ones are over before the threads have met, which takes milliseconds
+# when other processes keep the processors busy. numpy copies them in the calling thread, at 1 us per row.
+_PARALLEL_BYTES = 1 << 20
 
 
 class StatePool:
@@ -40,6 +42,7 @@ class StatePool:
     def __init__(self, descriptor: ShardDescriptor, states: Mapping[str, torch.Tensor]) -> None:
         self.descriptor = descriptor
         self._states: Mapping[str, torch.Tensor] | None = MappingProxyType(dict(states))
+        self._rows = [_rows(tensor) for tensor in states.values()]
         self._pid = os.getpid()
 
     @classmethod
@@ -63,12 +66,18 @@ class StatePool:
             raise ClientClosed(f"pool {self.descriptor.pool} is closed: connect again")
         return states
 
+    def _usable_rows(self) -> list[Any]:
+        rows = self._rows  # before the check, so that a close in another thread is seen or does not matter
+        _ = self.states
+        return rows
+
     def clear(self, slots: torch.Tensor | Sequence[int]) -> None:
         """Set the states of ``slots`` to zero; naming one twice is no error. Errors as ``slot_ids``."""
-        states = self.states
+        tensors = self._usable_rows()
         ids = slot_ids(slots, size=self.descriptor.slots, distinct=False)
-        for tensor in states.values():
-            _clear_rows(tensor, ids)
+        for rows in tensors:
+            for slot in ids:
+                rows[:, slot] = 0
 
     def copy(self, src: torch.Tensor | Sequence[int], dst: torch.Tensor | Sequence[int]) -> None:
         """Copy the state of ``src[i]`` to ``dst[i]``, as if all were read before the first is written.
@@ -76,18 +85,19 @@ class StatePool:
         One source may go to several destinations. :class:`DuplicateSlot` when a destination is named
         twice, :class:`ValueError` when the lengths differ, else errors as ``slot_ids``.
         """
-        states = self.states
+        tensors = self._usable_rows()
         size = self.descriptor.slots
         from_ids = slot_ids(src, size=size, what="src", distinct=False)
         to_ids = slot_ids(dst, size=size, what="dst")
         if len(from_ids) != len(to_ids):
             raise ValueError(f"src has {len(from_ids)} slots, dst has {len(to_ids)}: pass as many")
-        for tensor in states.values():
-            _copy_rows(tensor, from_ids, to_ids)
+        for rows in tensors:
+            _copy_rows(rows, from_ids, to_ids)
 
     def close(self) -> None:
         """Let go of the mapping; it ends with the last tensor over it. May be called again."""
         self._states = None
+        self._rows = []
 
     def __enter__(self) -> StatePool:
         return self
@@ -112,28 +122,24 @@ def _tensor(block: memoryview, placed: PlacedTensor) -> torch.Tensor:
     return flat.as_strided(placed.shape, placed.stride)
 
 
-def _row_bytes(tensor: torch.Tensor) -> int:
-    return tensor.nbytes // tensor.shape[1]
+def _rows(tensor: torch.Tensor) -> Any:
+    """The tensor, or its bytes as a numpy array: both copy row i to row j by ``rows[:, j] = rows[:, i]``."""
+    layers, rows = tensor.shape[:2]
+    if tensor.nbytes // rows >= _PARALLEL_BYTES:
+        return tensor
+    return tensor.view(torch.uint8).reshape(layers, rows, -1).numpy()
 
 
-def _clear_rows(tensor: torch.Tensor, ids: list[int]) -> None:
-    if _row_bytes(tensor) < _BY_ROW_BYTES:
-        tensor.index_fill_(1, torch.tensor(ids, dtype=torch.int64), 0)
-    else:
-        for slot in ids:
-            tensor.select(1, slot).zero_()
-
-
-def _copy_rows(tensor: torch.Tensor, src: list[int], dst: list[int]) -> None:
-    if _row_bytes(tensor) < _BY_ROW_BYTES:
-        rows = tensor.index_select(1, torch.tensor(src, dtype=torch.int64))
-        tensor.index_copy_(1, torch.tensor(dst, dtype=torch.int64), rows)
-        return
-    # Only a row that is written before its turn to be read is kept aside.
+def _copy_rows(rows: Any, src: list[int], dst: list[int]) -> None:
     written_at = {slot: step for step, slot in enumerate(dst)}
-    sources = [tensor.select(1, slot) for slot in src]
+    sources = [rows[:, slot] for slot in src]
     for step, slot in enumerate(src):
+        # Only a row that is written before its turn to be read is kept aside.
         if written_at.get(slot, step) < step:
-            sources[step] = sources[step].clone()
+            sources[step] = _copy_of(sources[step])
     for slot, source in zip(dst, sources, strict=True):
-        tensor.select(1, slot).copy_(source)
+        rows[:, slot] = source
+
+
+def _copy_of(row: Any) -> Any:
+    return row.clone() if isinstance(row, torch.Tensor) else row.copy()

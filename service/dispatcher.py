@@ -14,7 +14,7 @@ from typing import Any
 
 from mambapool.pool import protocol
 from mambapool.pool.errors import InvalidSlots, MambaPoolError, ProtocolError
-from mambapool.pool.protocol import MAX_NUMBER, NONE, OK, pack, pack_ids, unpack_ids
+from mambapool.pool.protocol import MAX_NUMBER, NONE, OK, pack_ids, unpack_ids
 from mambapool.service.attach import AttachRequest, PeerAddress, check_peer
 from mambapool.service.ledger import Ids
 from mambapool.service.pools import Pool
@@ -32,6 +32,7 @@ class Dispatcher:
     ) -> None:
         self.epoch = epoch
         self.registry = registry
+        self._pack = protocol.packer()
         self._status_header = status_header
         #: Messages that were refused because they could not be understood.
         self.malformed = 0
@@ -96,19 +97,19 @@ class Dispatcher:
         pool = session.pool
         if op == protocol.DETACH:
             self.registry.detach(session)
-            return pack((request_id, self.epoch, OK))
+            return self._pack((request_id, self.epoch, OK))
         handler = self._handlers.get(op)
         if handler is None:
             raise ProtocolError(f"unknown operation {op}")
         # A request that carries frees is itself posted message number `posted`, and brings it.
         carries = len(message) > 7 and message[7] is not None
         if posted > session.applied + carries or posted < 0:
-            return pack((request_id, self.epoch, protocol.GAP, session.applied))
+            return self._pack((request_id, self.epoch, protocol.GAP, session.applied))
         session.check_room()
         try:
             answer = handler(pool, session, message)
         except InvalidSlots as error:
-            answer = Answer(pack((request_id, self.epoch, *protocol.error_payload(error))))
+            answer = Answer(self._pack((request_id, self.epoch, *protocol.error_payload(error))))
         session.answers[request_id] = answer
         return answer.body
 
@@ -150,7 +151,7 @@ class Dispatcher:
         if number <= session.applied:
             return None  # a repeat
         if number != session.applied + 1:
-            return pack((0, self.epoch, protocol.GAP, session.applied))
+            return self._pack((0, self.epoch, protocol.GAP, session.applied))
         if len(message) != 7:
             raise ProtocolError(f"{protocol.OP_NAMES[op]} has 7 fields")
         pool = session.pool
@@ -166,7 +167,7 @@ class Dispatcher:
                     pool.close_window(session)
         except InvalidSlots as error:
             _log.warning("session %d (%s), posted message %d: %s", session.number, session.name, number, error)
-            return pack((0, self.epoch, *protocol.error_payload(error)))
+            return self._pack((0, self.epoch, *protocol.error_payload(error)))
         pool.commit()
         return None
 
@@ -214,27 +215,27 @@ class Dispatcher:
             request = AttachRequest.from_wire(message[6])
             session = self.registry.attach(request, identity)
         except MambaPoolError as error:
-            return pack((request_id, self.epoch, *protocol.error_payload(error)))
+            return self._pack((request_id, self.epoch, *protocol.error_payload(error)))
         reply = {"version": request.version, "pid": os.getpid(), **self.registry.describe(session)}
-        return pack((request_id, self.epoch, OK, reply))
+        return self._pack((request_id, self.epoch, OK, reply))
 
     def _status(self, request_id: int, peer: PeerAddress) -> bytes:
         try:
             check_peer(peer)
         except MambaPoolError as error:
-            return pack((request_id, self.epoch, *protocol.error_payload(error)))
+            return self._pack((request_id, self.epoch, *protocol.error_payload(error)))
         pools = [pool.status() for pool in self.registry.pools.values()]
         status = {"epoch": self.epoch, "pid": os.getpid(), **self._status_header(), "pools": pools}
-        return pack((request_id, self.epoch, OK, status))
+        return self._pack((request_id, self.epoch, OK, status))
 
     def _granted(self, request_id: int, granted: int | Ids | None) -> Answer:
         if granted is None:
-            return Answer(pack((request_id, self.epoch, NONE)))
+            return Answer(self._pack((request_id, self.epoch, NONE)))
         ids = granted if isinstance(granted, int) else pack_ids(granted)
-        return Answer(pack((request_id, self.epoch, OK, ids)), granted)
+        return Answer(self._pack((request_id, self.epoch, OK, ids)), granted)
 
     def _error(self, request_id: int, status: int, text: str) -> bytes:
-        return pack((request_id, self.epoch, status, text))
+        return self._pack((request_id, self.epoch, status, text))
 
 
 def _check_count(count: object) -> None:

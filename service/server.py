@@ -37,6 +37,10 @@ TICK_MS = 200
 #: … and when messages keep coming.
 MESSAGES_PER_LOOK = 64
 
+# As plain ints: or-ing the enum's members costs a microsecond each time.
+_FIRST_OF_TWO = int(zmq.SNDMORE | zmq.NOBLOCK)
+_LAST = int(zmq.NOBLOCK)
+
 #: Replies that wait for a client that does not read. Beyond, its replies are dropped, and it asks again.
 SEND_HIGH_WATER_MARK = 1000
 RECEIVE_HIGH_WATER_MARK = 1000
@@ -180,8 +184,8 @@ class Server:
 
     def _send(self, identity: bytes, reply: bytes) -> None:
         try:
-            BackendSocket.send(self._socket, identity, zmq.SNDMORE | zmq.NOBLOCK)
-            BackendSocket.send(self._socket, reply, zmq.NOBLOCK)
+            BackendSocket.send(self._socket, identity, _FIRST_OF_TWO)
+            BackendSocket.send(self._socket, reply, _LAST)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -44,7 +43,7 @@ class Session:
     held: int = 0
     #: Requests below this id are closed: their replies have arrived, or nobody waits for them.
     oldest_open: int = 0
-    answers: OrderedDict[int, Answer] = field(default_factory=OrderedDict)
+    answers: dict[int, Answer] = field(default_factory=dict)
     barred: set[int] = field(default_factory=set)
 
     def close_requests_below(self, oldest_open: int) -> None:
@@ -52,8 +51,10 @@ class Session:
         if oldest_open <= self.oldest_open:
             return
         self.oldest_open = oldest_open
-        for request_id in [known for known in self.answers if known < oldest_open]:
-            del self.answers[request_id]
+        answers = self.answers
+        # Requests come in the order of their ids, but for repeats: what such a one hides is closed later.
+        while answers and (oldest := next(iter(answers))) < oldest_open:
+            del answers[oldest]
         if self.barred:
             self.barred = {known for known in self.barred if known >= oldest_open}
 

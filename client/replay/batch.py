@@ -36,9 +36,10 @@ class _Running:
 class Batch:
     """Requests that run, in the order in which they started.
 
-    A track slot is checked before each copy into it, because the copy would wipe out a foreign write, and
-    all slots of a request after its last step. Everything in between needs no check: in a state no foreign
-    write fades (:mod:`~mambapool.client.replay.recurrence`).
+    All slots of a request are checked after its last step. Before that only at a copy: the track slot,
+    because the copy would wipe out a foreign write, and the state, so that a fault is reported where it is
+    and not in a copy. A state needs no other check, as no foreign write fades in it
+    (:mod:`~mambapool.client.replay.recurrence`).
     """
 
     def __init__(self, worker: Worker, findings: Findings) -> None:
@@ -109,21 +110,25 @@ class Batch:
             if not running.tracked:
                 continue
             # One at a time: if two requests were given the same track slot, one of them is to see it here.
-            check = running.track_check(running.turn, int(self._steps[row]))
-            verify(self._mapped, [check], self._findings)
-            self._pool.copy(running.holding.slot, check.slot)
-            running.tracked[running.turn] = self._private.row(row)
+            state, track = self._state_check(row), running.track_check(running.turn, int(self._steps[row]))
+            verify(self._mapped, [state, track], self._findings)
+            self._pool.copy(state.slot, track.slot)
+            running.tracked[running.turn] = state.expected
             running.turn = (running.turn + 1) % len(running.tracked)
+
+    def _state_check(self, row: int) -> Check:
+        holding = self._running[row].holding
+        step = int(self._steps[row])
+        return Check(holding.request.index, step, holding.slot, "its state", self._private.row(row))
 
     def _finish(self) -> list[Holding]:
         stays = self._steps < self._ends
         finished = []
         checks = []
         for row in np.flatnonzero(~stays).tolist():
-            running, step = self._running[row], int(self._steps[row])
-            request, slot = running.holding.request.index, running.holding.slot
-            checks.append(Check(request, step, slot, "its state", self._private.row(row)))
-            checks += [running.track_check(track, step) for track in range(len(running.tracked))]
+            running = self._running[row]
+            checks.append(self._state_check(row))
+            checks += [running.track_check(track, int(self._steps[row])) for track in range(len(running.tracked))]
             finished.append(running.holding)
         if finished:
             verify(self._mapped, checks, self._findings)

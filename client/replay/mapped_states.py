@@ -36,8 +36,7 @@ class MappedStates:
     def __init__(self, states: Mapping[str, torch.Tensor]) -> None:
         self._views = [_word_view(tensor) for tensor in states.values()]
         self.tensors = tuple(
-            _describe(name, tensor, view)
-            for (name, tensor), view in zip(states.items(), self._views, strict=True)
+            _describe(name, tensor, view) for (name, tensor), view in zip(states.items(), self._views, strict=True)
         )
         self._device = self._views[0].device
         self._weights = [

@@ -34,8 +34,7 @@ class PrivateStates:
     def start(self, drives: NDArray[np.int32]) -> None:
         """Append rows that hold the input of ``drives``, one per row."""
         self._rows = [
-            np.concatenate((rows, inputs))
-            for rows, inputs in zip(self._rows, self.inputs(drives), strict=True)
+            np.concatenate((rows, inputs)) for rows, inputs in zip(self._rows, self.inputs(drives), strict=True)
         ]
 
     def advance(self, drives: NDArray[np.int32]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from mambapool.client.replay.findings import Findings
 from mambapool.client.replay.pool_api import Worker
-from mambapool.pool.errors import InvalidSlots
+from mambapool.pool.errors import DuplicateSlot, InvalidSlots
 
 Result = TypeVar("Result")
 
@@ -47,14 +47,18 @@ class SlotCalls:
 
     def give_back(self, slots: Sequence[torch.Tensor]) -> None:
         """Free all in one call; that is refused whole, so then the rest goes without what was at fault."""
-        refused: set[int] = set()
+        left = list(slots)
         for _ in range(_MOST_REFUSALS):
-            left = [slot for slot in slots if int(slot) not in refused]
+            if not left:
+                return
             try:
-                return self._allocator.free(torch.cat(left)) if left else None
+                return self._allocator.free(torch.cat(left))
+            except DuplicateSlot as refusal:
+                self._findings.refused(refusal)
+                left = list({int(slot): slot for slot in left}.values())
             except InvalidSlots as refusal:
                 self._findings.refused(refusal)
-                refused.update(refusal.slots)
+                left = [slot for slot in left if int(slot) not in refusal.slots]
         raise RuntimeError(f"a free was refused {_MOST_REFUSALS} times, each time for other slots")
 
     def _timed(self, call: Callable[[], Result]) -> Result:

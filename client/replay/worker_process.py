@@ -93,9 +93,7 @@ def _take_stdout() -> BinaryIO:
 def _run(job: Job, reporter: _Reporter) -> SchedulerResult:
     options = job.options
     torch.set_num_threads(1)
-    requests = share(
-        trace.load(options.trace, options.limit), job.scheduler, options.schedulers, options.route
-    )
+    requests = share(trace.load(options.trace, options.limit), job.scheduler, options.schedulers, options.route)
     with connect(
         options.dir,
         options.pool,

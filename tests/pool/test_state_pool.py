@@ -74,7 +74,7 @@ def test_states_have_the_shapes_and_dtypes_of_the_geometry(pool: StatePool) -> N
     described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in pool.states.items()}
     assert described == {
         "conv": (torch.bfloat16, (2, SLOTS + 1, 8, 2)),
-        "temporal": (torch.float32, (2, SLOTS + 1, 64, 80)),
+        "temporal": (torch.float32, (2, SLOTS + 1, 512, 256)),
     }
     assert all(tensor.is_contiguous() for tensor in pool.states.values())
 
@@ -205,7 +205,7 @@ def test_copy_reads_all_before_it_writes(copied: StatePool, src: list[int], dst:
 @pytest.fixture(scope="module")
 def copied() -> Iterator[StatePool]:
     """One pool for all examples: each gives every row new content first."""
-    geometry = Geometry((TensorSpec.parse("conv=bfloat16:2x8x2"), TensorSpec.parse("temporal=float32:2x64x80")))
+    geometry = Geometry((TensorSpec.parse("conv=bfloat16:2x8x2"), TensorSpec.parse("temporal=float32:2x512x256")))
     shard = ShardDescriptor("default", bytes(16), 0, 1, SLOTS, geometry, 1)
     fd = create_block("mambapool-copied", shard.size_bytes)
     with StatePool.attach(shard, fd) as attached:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mambapool.client.replay.request import Request
-from mambapool.pool.errors import DoubleFree, NotHolder
+from mambapool.pool.errors import DoubleFree, DuplicateSlot, NotHolder
 
 CONV = (torch.bfloat16, (2, 6, 3))
 TEMPORAL = (torch.float32, (3, 2, 4))
@@ -29,6 +29,8 @@ class LocalPool:
         self.free = deque(range(1, slots + 1))
         self.holder: dict[int, LocalWorker] = {}
         self.grants = 0
+        #: Whether a slot was handed out while somebody held it.
+        self.doubled = False
         self._double_grant = double_grant
         self.states = {
             name: torch.randn(layers, slots + 1, *shape).to(dtype)
@@ -45,10 +47,14 @@ class LocalPool:
         slots = [self.free.popleft() for _ in range(n)]
         if self.grants == self._double_grant:
             self.free.extendleft(reversed(slots))
+        self.doubled |= any(slot in self.holder for slot in slots)
         self.holder.update(dict.fromkeys(slots, worker))
         return slots
 
     def take_back(self, slots: list[int], worker: LocalWorker) -> None:
+        twice = [slot for slot in set(slots) if slots.count(slot) > 1]
+        if twice:
+            raise DuplicateSlot(f"slots {twice} are named twice", twice)
         free = [slot for slot in slots if slot not in self.holder]
         if free:
             raise DoubleFree(f"slots {free} are free already", free)
@@ -120,7 +126,7 @@ def make_pool() -> MakePool:
     return LocalPool
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_requests() -> MakeRequests:
     """Requests from pairs of (arrival in ms, steps)."""
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mambapool.client.replay.admission import Holding
@@ -124,6 +124,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
 
 
+@settings(deadline=None)
 @given(data=st.data(), steps=st.integers(1, 4 * TRACK_EVERY), odd=st.booleans())
 def test_a_foreign_write_of_one_element_is_found_whenever_it_happens(
     make_pool: MakePool, data: st.DataObject, steps: int, odd: bool
@@ -145,6 +146,7 @@ def test_a_foreign_write_of_one_element_is_found_whenever_it_happens(
     assert f": {name}[{', '.join(map(str, (layer, slot, *rest)))}] holds " in line
 
 
+@settings(deadline=None)
 @given(data=st.data(), lengths=st.tuples(st.integers(1, 200), st.integers(1, 200)))
 def test_two_requests_that_share_a_slot_are_found_however_short_the_overlap(
     make_pool: MakePool, data: st.DataObject, lengths: tuple[int, int]
@@ -160,10 +162,9 @@ def test_two_requests_that_share_a_slot_are_found_however_short_the_overlap(
     # The second begins before the last step of the first: however late, and wherever either ends then.
     run(first, data.draw(st.integers(0, lengths[0] - 1), label="the first's steps alone"))
     second.start([holding(1, lengths[1], *others)])
-    while any(map(len, rig.batches)):
-        order = data.draw(st.permutations(range(len(rig.batches))), label="who steps first")
-        for number in order:
-            run(rig.batches[number], 1)
+    chance = data.draw(st.randoms(use_true_random=False), label="who steps when")
+    while running := [batch for batch in rig.batches if len(batch)]:
+        run(chance.choice(running), 1)
     assert rig.found >= 1
     assert any(f"slot {shared} " in line for line in rig.lines)
 

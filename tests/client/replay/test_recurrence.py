@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mambapool.client.replay.recurrence import MULTIPLIER, drive, weights
@@ -11,6 +11,7 @@ KEYS = st.integers(0, 2**32 - 1)
 
 
 @pytest.mark.parametrize("bits", [16, 32])
+@settings(deadline=None)
 @given(start=st.integers(), foreign=st.integers(), steps=st.integers(1, 5000))
 def test_two_histories_that_differ_once_differ_for_ever(bits: int, start: int, foreign: int, steps: int) -> None:
     difference = (start - foreign) % 2**bits
@@ -18,6 +19,7 @@ def test_two_histories_that_differ_once_differ_for_ever(bits: int, start: int, f
     assert (after != 0) == (difference != 0)
 
 
+@settings(deadline=None)
 @given(step=KEYS, requests=st.sets(KEYS, min_size=2, max_size=200))
 def test_no_two_requests_have_the_same_drive_at_the_same_step(step: int, requests: set[int]) -> None:
     keys = np.array(sorted(requests), np.uint32)

@@ -1,0 +1,42 @@
+# Everything a fresh machine needs: Linux, python3 >= 3.11 with venv, make, and a package index.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := $(sort $(wildcard pool/*.py client/*.py client/*/*.py service/*.py))
+
+.PHONY: demo test check format install clean force
+.DEFAULT_GOAL := install
+
+demo: install  ## Daemon, 4 schedulers and a real trace, in a temporary directory
+	$(BIN)/python examples/demo.py
+
+test: install  ## Every test that this machine can run
+	$(BIN)/python -m pytest
+
+check: install  ## Lint and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p mambapool.pool -p mambapool.service -p mambapool.client
+	$(BIN)/mypy --explicit-package-bases tests examples
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+install: $(VENV)/installed
+
+# The strict editable install links each file: it is made again when files come or go, not when they change.
+$(VENV)/installed: pyproject.toml constraints.txt $(VENV)/sources
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[worker,dev]'
+	touch $@
+
+$(VENV)/sources: force
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo '$(SOURCES)' | cmp -s - $@ || echo '$(SOURCES)' > $@
+
+force:
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

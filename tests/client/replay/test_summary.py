@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mambapool.client.replay.options import ReplayOptions
+from mambapool.client.replay.result import SchedulerResult
+from mambapool.client.replay.runner import Run
+from mambapool.client.replay.summary import ReplaySummary, percentile, summarize
+from mambapool.client.replay.usage import HeldTimeline
+
+#: The keys that users' scripts rely on, in their order.
+FIXED_KEYS = [
+    "requests",
+    "finished",
+    "mismatches",
+    "steps",
+    "messages",
+    "waits",
+    "alloc_p50_us",
+    "alloc_p99_us",
+    "peak_held",
+    "mean_held",
+    "partitioned_need",
+    "partitioned_sum",
+    "seconds",
+]
+
+
+def result(**changes: Any) -> SchedulerResult:
+    held = HeldTimeline([(0.0, 6), (60.0, 0)], 60.0)
+    return dataclasses.replace(SchedulerResult(5, 0, [], 10, 20, 0, [30.0, 10.0], held), **changes)
+
+
+def summary(*results: SchedulerResult, requests: int = 10) -> ReplaySummary:
+    options = ReplayOptions(Path("trace.jsonl"), schedulers=len(results))
+    return summarize(options, requests, Run(list(results), 512, 1.23456))
+
+
+def test_json_has_the_fixed_keys_first() -> None:
+    as_json = json.loads(json.dumps(summary(result(), result()).to_json()))
+    assert list(as_json)[: len(FIXED_KEYS)] == FIXED_KEYS
+
+
+def test_counts_are_sums_and_peaks_are_told_apart() -> None:
+    later = HeldTimeline([(60.0, 9), (90.0, 0)], 120.0)
+    found = summary(result(), result(held=later, waits=2, alloc_us=[40.0, 20.0]))
+    assert (found.finished, found.steps, found.messages, found.waits) == (10, 20, 40, 2)
+    assert (found.peak_held, found.mean_held) == (9, (6 * 60 + 9 * 30) / 120)
+    assert (found.partitioned_need, found.partitioned_sum) == (18, 15)
+    assert (found.alloc_p50_us, found.alloc_p99_us) == (20.0, 40.0)
+    assert (found.schedulers, found.slots, found.seconds) == (2, 512, 1.235)
+
+
+@pytest.mark.parametrize(
+    ("results", "ok"),
+    [
+        ([result(), result()], True),
+        ([result(), result(finished=4)], False),
+        ([result(), result(mismatches=1, findings=["request 7"])], False),
+    ],
+)
+def test_a_replay_is_ok_when_all_finished_and_nothing_was_found(
+    results: list[SchedulerResult], ok: bool
+) -> None:
+    assert summary(*results).ok is ok
+
+
+def test_findings_of_all_schedulers_are_kept() -> None:
+    found = summary(result(findings=["a"], mismatches=1), result(findings=["b"], mismatches=1))
+    assert found.findings == ("a", "b")
+    assert found.to_json()["findings"] == ["a", "b"]
+
+
+def test_the_rows_say_what_each_figure_means() -> None:
+    rows = {label: (value, note) for label, value, note in summary(result(), result()).rows()}
+    assert rows["finished"] == ("10", "all")
+    assert rows["messages"] == ("40", "2.00 per step")
+    assert "equal parts" in rows["partitioned need"][1]
+
+
+def test_peaks_that_the_pool_cut_off_are_said_to_mean_nothing() -> None:
+    rows = {row.label: row.note for row in summary(result(), result(waits=1)).rows()}
+    assert rows["partitioned need"] == rows["partitioned sum"]
+    assert "says nothing" in rows["partitioned need"]
+
+
+def test_no_call_that_cost_a_message_has_no_percentile() -> None:
+    found = summary(result(alloc_us=[]))
+    assert found.alloc_p50_us is None
+    assert {row.label: row.value for row in found.rows()}["alloc p99"] == "none"
+
+
+@pytest.mark.parametrize(
+    ("percent", "value"), [(0, 1.0), (1, 1.0), (50, 50.0), (50.5, 51.0), (99, 99.0), (100, 100.0)]
+)
+def test_percentiles_are_by_nearest_rank(percent: float, value: float) -> None:
+    assert percentile([float(n) for n in range(1, 101)], percent) == value
