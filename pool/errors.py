@@ -51,6 +51,10 @@ class BadIndexTensor(InvalidSlots, TypeError):
     """Raised when what was passed as slots is no tensor of integers of one dimension or none."""
 
 
+class GuaranteeExceeded(MambaPoolError):
+    """Raised when a guarantee is asked for that the pool cannot keep; lists who has what."""
+
+
 class GeometryMismatch(MambaPoolError):
     """Raised when a client expects another pool than there is. Nothing was mapped."""
 

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import struct
 import time
 from pathlib import Path
 
+from mambapool.pool import record_lock
 from mambapool.pool.errors import AllocatorAlreadyRunning, RuntimeDirError
-
-# struct flock on 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid; fcntl(2).
-_FLOCK = struct.Struct("hhqqi4x")
 
 
 class ProcessLock:
     """Held from the call until the process ends, however it ends.
 
-    A record lock (``fcntl.lockf``), because the kernel drops it at death and it is not inherited by a
-    fork. The file is never opened a second time in this process: closing any descriptor of it would drop
-    the lock. It is left in place, since unlinking it would let two processes lock two files of one name.
+    The file is never opened a second time in this process: closing any descriptor of it would drop the
+    lock. It is left in place, since unlinking it would let two processes lock two files of one name.
     """
 
     def __init__(self, path: Path, role: str, *, wait_s: float = 0.0) -> None:
@@ -33,29 +28,19 @@ class ProcessLock:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise RuntimeDirError(f"cannot open the lock file {path}: {error.strerror}") from error
-        try:
-            self._take(time.monotonic() + wait_s)
-        except OSError as error:
-            holder = self._holder()
-            os.close(self._fd)
-            raise AllocatorAlreadyRunning(
-                f"another {role} (pid {holder}) has {path.parent}: stop it first, or name another --dir"
-            ) from error
+        deadline = time.monotonic() + wait_s
+        while not record_lock.take(self._fd):
+            if time.monotonic() >= deadline:
+                holder = self._holder()
+                os.close(self._fd)
+                raise AllocatorAlreadyRunning(
+                    f"another {role} (pid {holder}) has {path.parent}: stop it first, or name another --dir"
+                )
+            time.sleep(0.02)
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
-    def _take(self, deadline: float) -> None:
-        while True:
-            try:
-                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except (BlockingIOError, PermissionError):  # EAGAIN or EACCES: fcntl(2) allows both
-                if time.monotonic() >= deadline:
-                    raise
-            time.sleep(0.02)
-
     def _holder(self) -> str:
-        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        pid = _FLOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_GETLK, asked))[4]
+        pid = record_lock.holder(self._fd)
         # In another PID namespace the kernel shows 0 there: the holder's own word is the next best.
         return str(pid) if pid else os.pread(self._fd, 20, 0).decode("ascii", "replace").strip() or "unknown"

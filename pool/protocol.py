@@ -25,7 +25,7 @@ NEWEST_VERSION: Final = 1
 # Requests that are answered.
 HELLO: Final = 1  # [.., {attach map}]               → {session map}
 DETACH: Final = 2  # [..]                            → nothing
-ALLOC: Final = 3  # [.., count, frees]               → ids
+ALLOC: Final = 3  # [.., count, frees, wait]         → ids
 BEGIN: Final = 4  # [.., count, frees, partial]      → ids
 STATUS: Final = 5  # [..]                            → {status map}; needs no session
 # Posted messages: numbered per session, applied in order, answered only when refused.
@@ -33,6 +33,11 @@ FREE: Final = 6  # [.., frees]
 END: Final = 7  # [.., frees]
 CLEAR: Final = 8  # [.., nil]
 CANCEL: Final = 9  # [.., request id]
+# Transfers, and what is asked now and then.
+OFFER: Final = 10  # [.., ids, receiver]              → nothing
+ACCEPT: Final = 11  # [.., wait]                      → ids
+PING: Final = 12  # [..]                             no answer, but GAP
+EVICT: Final = 13  # [.., holder, force]               → {what was freed}; needs no session
 
 POSTED_OPS: Final = frozenset((FREE, END, CLEAR, CANCEL))
 OP_NAMES: Final = {
@@ -45,6 +50,10 @@ OP_NAMES: Final = {
     END: "END",
     CLEAR: "CLEAR",
     CANCEL: "CANCEL",
+    OFFER: "OFFER",
+    ACCEPT: "ACCEPT",
+    PING: "PING",
+    EVICT: "EVICT",
 }
 
 # Status of a reply.
@@ -64,6 +73,8 @@ WRONG_EPOCH: Final = 24
 GEOMETRY_MISMATCH: Final = 25
 REFUSED: Final = 26
 NOT_OPEN: Final = 27  # the request was cancelled, or its reply was acknowledged
+GUARANTEE_EXCEEDED: Final = 28
+POOL_LOST: Final = 29
 
 _ERROR_OF_STATUS: Final[dict[int, type[errors.MambaPoolError]]] = {
     DOUBLE_FREE: errors.DoubleFree,
@@ -79,6 +90,8 @@ _ERROR_OF_STATUS: Final[dict[int, type[errors.MambaPoolError]]] = {
     GEOMETRY_MISMATCH: errors.GeometryMismatch,
     REFUSED: errors.AllocatorUnavailable,
     NOT_OPEN: errors.ProtocolError,
+    GUARANTEE_EXCEEDED: errors.GuaranteeExceeded,
+    POOL_LOST: errors.PoolLost,
 }
 _STATUS_OF_ERROR: Final = {
     errors.DoubleFree: DOUBLE_FREE,
@@ -91,6 +104,8 @@ _STATUS_OF_ERROR: Final = {
     errors.UnknownPool: UNKNOWN_POOL,
     errors.GeometryMismatch: GEOMETRY_MISMATCH,
     errors.AllocatorUnavailable: REFUSED,
+    errors.GuaranteeExceeded: GUARANTEE_EXCEEDED,
+    errors.PoolLost: POOL_LOST,
 }
 
 #: Every number on the wire is below this, so that it is an int64 wherever it is kept.

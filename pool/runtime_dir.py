@@ -66,6 +66,7 @@ class RuntimeDir:
                 f"cannot make the directory {directory.path}: {error.strerror}; name another with --dir"
             ) from error
         directory.check_owner()
+        directory.leases.mkdir(mode=0o700, exist_ok=True)
         return directory
 
     @classmethod
@@ -116,6 +117,17 @@ class RuntimeDir:
     @property
     def allocator_lock(self) -> Path:
         return self.path / "allocator.lock"
+
+    @property
+    def leases(self) -> Path:
+        return self.path / "leases"
+
+    def lease(self, name: bytes) -> Path:
+        return self.leases / name.hex()
+
+    @property
+    def lease_socket(self) -> Path:
+        return self.path / "lease.sock"
 
     def keeper_lock(self, pool: str, rank: int) -> Path:
         return self.path / f"keeper-{pool}-{rank}.lock"

@@ -46,9 +46,13 @@ H_SLOTS: Final = 4
 H_MAX_SESSIONS: Final = 5
 H_DIGEST: Final = 6  # two words
 H_EPOCH: Final = 8
+H_CREATED: Final = 9  # 1: a client made the pool; it ends with its last session
+H_NEXT_SESSION: Final = 10
+H_LOST: Final = 11  # 1: a keeper died, the states are gone
 H_SEQ: Final = 16
 H_DONE: Final = 17
 H_FREE_COUNT: Final = 18
+H_WAITING: Final = 19  # slots that somebody waits for: while there are any, nobody else gets one
 HEADER_WORDS: Final = 512
 
 # Words of a session.
@@ -59,7 +63,11 @@ S_WINDOW: Final = 4  # request id of the BEGIN whose window is open, 0: none
 S_RANK: Final = 5
 S_GROUP: Final = 6
 S_GUARANTEE: Final = 7
+S_LIMIT: Final = 8
+S_PID: Final = 9
+S_NAME: Final = 10  # six words of UTF-8, cut off and padded with zeros
 SESSION_WORDS: Final = 16
+NAME_BYTES: Final = 48
 
 # The row arrays, in the order in which they lie.
 OWNER: Final = 0
@@ -104,7 +112,8 @@ class TableLayout:
     @property
     def redo_words(self) -> int:
         # The largest change names every slot twice (a window given back and taken anew), with two words of
-        # ids and one of generation for each pair, besides its fixed part and single words.
+        # ids and one of generation for each pair, besides its fixed part and single words. A holder's end
+        # names its slots up to four times, by ids only.
         return 1024 + 2 * (self.slots + 1) * 2
 
     @property

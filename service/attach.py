@@ -47,6 +47,8 @@ class AttachRequest:
     resume: int | None  # the session that a client has lost the connection of
     create_slots: int | None
     slots: int | None
+    guarantee: int
+    limit: int | None
     expect: tuple[tuple[str, str, tuple[int, ...]], ...]
 
     @classmethod
@@ -71,6 +73,8 @@ class AttachRequest:
             resume=_optional_number(value, "resume", 1, 2**63 - 1),
             create_slots=_optional_number(value, "create_slots", 1, MAX_CREATED_SLOTS),
             slots=_optional_number(value, "slots", 0, MAX_SLOTS),
+            guarantee=_number(value, "guarantee", 0, MAX_SLOTS),
+            limit=_optional_number(value, "limit", 1, MAX_SLOTS),
             expect=_expectations(value.get("expect")),
         )
 
@@ -83,6 +87,8 @@ class AttachRequest:
             raise GeometryMismatch(
                 f"rank: expected {self.rank}, pool {self.pool!r} has shards for ranks 0 to {shards - 1}"
             )
+        if self.limit is not None and self.limit < self.guarantee:
+            raise ProtocolError(f"HELLO: limit {self.limit} is below the guarantee of {self.guarantee}")
         specs = {spec.name: spec for spec in geometry.tensors} if geometry else {}
         for name, dtype, shape in self.expect:
             spec = specs.get(name)

@@ -14,7 +14,7 @@ holder's end needs, and :meth:`Ledger.check`.
 from __future__ import annotations
 
 import sys
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,9 @@ from mambapool.pool.errors import DoubleFree, DuplicateSlot, NotHolder, Reserved
 
 Ids: TypeAlias = npt.NDArray[np.int32]
 Generations: TypeAlias = npt.NDArray[np.uint64]
+
+#: Added to the holder's number while a slot is offered to somebody: still the giver's, but not to be freed.
+OFFERED = 1 << 30
 
 #: Up to here a loop over memoryviews is faster than numpy's fixed cost per call (measured: 30–60 ns a slot).
 SMALL_BATCH = 16
@@ -49,12 +52,28 @@ class Ledger:
         self._state_items = self._state.data
         self._generation_items = self.generation.data
 
+    @classmethod
+    def restore(cls, holders: Ids, orders: npt.NDArray[np.uint64], generations: Generations) -> Self:
+        """The list as a slot table has it: per row the holder (0: free), order of its last free, generation.
+
+        Index 0 is the reserved row. Free rows sorted by their order are the free list.
+        """
+        ledger = cls(len(holders) - 1)
+        free = np.flatnonzero(holders[1:] == 0) + 1
+        free = free[np.argsort(orders[free], kind="stable")]
+        ledger.free_count = len(free)
+        ledger._ring[: len(free)] = free
+        ledger._state[1:] = np.where(holders[1:] == 0, -1, holders[1:])
+        ledger.generation[:] = generations
+        ledger.next_order = int(orders.max()) + 1
+        return ledger
+
     def __repr__(self) -> str:
         return f"Ledger(slots={self.slots}, free={self.free_count})"
 
     def holder_of(self, slot: int) -> int:
         """The number of the slot's holder, 0 while it is free."""
-        return max(self._state_items[slot], 0)
+        return max(self._state_items[slot], 0) & ~OFFERED
 
     def generation_of(self, slot: int) -> int:
         return self._generation_items[slot]
@@ -67,8 +86,8 @@ class Ledger:
         return np.concatenate((self._ring[self._head :], self._ring[: end - self.slots]))
 
     def held_by(self, holder: int) -> Ids:
-        """The slots of one holder in ascending order; looks at every slot."""
-        return np.flatnonzero(self._state == holder).astype(np.int32)
+        """The slots of one holder in ascending order, offered ones included; looks at every slot."""
+        return np.flatnonzero(self._state & ~OFFERED == holder).astype(np.int32)
 
     def take_one(self, holder: int) -> int:
         """Hand the head of the list to ``holder``; 0 when nothing is free."""
@@ -136,6 +155,18 @@ class Ledger:
             self.next_order += self.slots
         return ids
 
+    def offer(self, ids: Ids, holder: int) -> None:
+        """Mark slots of ``holder`` as offered; refused whole like :meth:`give_back`."""
+        self._mark(ids, holder, holder | OFFERED)
+
+    def withdraw(self, ids: Ids, holder: int) -> None:
+        """The offer of these ended without effect."""
+        self._state[ids] = holder
+
+    def hand_over(self, ids: Ids, holder: int) -> None:
+        """Offered slots become ``holder``'s."""
+        self._state[ids] = holder
+
     def check(self) -> None:
         """Look at every slot: the free list and the holders are a partition of 1..N. O(N)."""
         free = self.free_slots()
@@ -145,6 +176,14 @@ class Ledger:
         )
         assert self._state[0] == -1, f"slot 0 was given to holder {self._state[0]}"
         assert self.free_count == len(free), f"{self.free_count} counted free, {len(free)} listed"
+
+    def _mark(self, ids: Ids, holder: int, mark: int) -> None:
+        listed = ids.tolist()
+        if len(set(listed)) < len(listed) or any(
+            not 0 < slot <= self.slots or self._state_items[slot] != holder for slot in listed
+        ):
+            self._refuse(listed, holder)
+        self._state[ids] = mark
 
     def _mark_few_free(self, ids: list[int], holder: int) -> None:
         state = self._state_items
@@ -197,7 +236,9 @@ class Ledger:
             raise DoubleFree(f"slots {_listed(faulty)} are already free", faulty)
         faulty = [slot for slot in ids if self._state_items[slot] != holder]
         assert faulty, f"a batch of holder {holder} was refused without a fault: {_listed(ids)}"
-        holders = sorted({self._state_items[slot] for slot in faulty})
+        if offered := [slot for slot in faulty if self._state_items[slot] == holder | OFFERED]:
+            raise NotHolder(f"slots {_listed(offered)} are offered to another session", offered)
+        holders = sorted({self.holder_of(slot) for slot in faulty})
         raise NotHolder(f"slots {_listed(faulty)} are held by {_listed(holders)}, not by {holder}", faulty)
 
 

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 
 from mambapool.pool import slot_table as st
+from mambapool.pool.errors import AllocatorUnavailable, GuaranteeExceeded, NotHolder
 from mambapool.pool.layout import Geometry
 from mambapool.service.ledger import Ids, Ledger
-from mambapool.service.sessions import Session, SessionRows
+from mambapool.service.sessions import GUARANTEE_REQUEST, Session, SessionRows
 from mambapool.service.table_writer import SlotTableWriter
+from mambapool.service.waiting import WaitQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +24,21 @@ class Shard:
     uuid: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Slots that their holder offers to another session; still the giver's until they are accepted."""
+
+    giver: Session
+    receiver: int
+    ids: Ids
+
+
 class Pool:
     """The slots of one pool and everybody who may hold them.
 
     Every method that changes something leaves ledger, table and session telling the same; a refusal leaves
-    them as they were, but for the number of the posted message that carried it.
+    them as they were, but for the number of the posted message that carried it. Methods that say "staged"
+    need a :meth:`commit` after them.
     """
 
     def __init__(
@@ -38,6 +50,7 @@ class Pool:
         shards: tuple[Shard, ...],
         *,
         ends_with_last_session: bool,
+        max_waiters: int = 1024,
     ) -> None:
         self.name = name
         self.slots = table.layout.slots
@@ -47,7 +60,11 @@ class Pool:
         self.geometry = geometry
         self.shards = shards
         self.ends_with_last_session = ends_with_last_session
+        #: The keeper of a shard died: why, for everybody who asks.
+        self.lost: str | None = None
         self.sessions: dict[int, Session] = {}
+        self.offers: list[Offer] = []
+        self.waiting = WaitQueue(max_waiters)
         self.rows = SessionRows(table.layout.max_sessions)
 
     def __repr__(self) -> str:
@@ -55,35 +72,48 @@ class Pool:
 
     def attach(self, session: Session) -> None:
         """Enter a new session, whose row was taken from :attr:`rows`."""
+        self.check_guarantee(session.guarantee)
         table = self.table
         base = table.layout.session(session.row)
+        name = session.name.encode()[: st.NAME_BYTES].ljust(st.NAME_BYTES, b"\0")
+        words = {st.H_NEXT_SESSION: session.number + 1}
         for offset in range(st.SESSION_WORDS):
-            table.word(base + offset, 0)
-        lease = np.frombuffer(session.lease, np.uint64)
-        table.word(base + st.S_LEASE, int(lease[0]))
-        table.word(base + st.S_LEASE + 1, int(lease[1]))
-        table.word(base + st.S_RANK, session.rank)
-        table.word(base + st.S_NUMBER, session.number)
-        table.commit(self.ledger.free_count)
+            words[base + offset] = 0
+        for offset, value in enumerate(np.frombuffer(session.lease.name + name, np.uint64).tolist()):
+            # The lease has the two words at S_LEASE, the name those at S_NAME.
+            words[base + (st.S_LEASE + offset if offset < 2 else st.S_NAME + offset - 2)] = value
+        words[base + st.S_RANK] = session.rank
+        words[base + st.S_GUARANTEE] = session.guarantee
+        words[base + st.S_LIMIT] = session.limit
+        words[base + st.S_PID] = session.pid
+        words[base + st.S_NUMBER] = session.number
+        for address, value in words.items():
+            table.word(address, value)
+        self.commit()
         self.sessions[session.number] = session
 
     def detach(self, session: Session) -> Ids:
-        """End a session: what it holds becomes free, in the same commit."""
+        """End a session, in order or dead: what it holds becomes free, its offers and those to it end."""
+        self.waiting.remove(session)
+        self.offers = [offer for offer in self.offers if offer.giver is not session]
+        for offer in [offer for offer in self.offers if offer.receiver == session.number]:
+            self._withdraw(offer)
         ids = self._release(session)
         self.table.word(self.table.layout.session(session.row) + st.S_NUMBER, 0)
-        self.table.commit(self.ledger.free_count)
+        self.commit()
         del self.sessions[session.number]
         self.rows.give_back(session.row)
         return ids
 
     def clear(self, session: Session, number: int) -> None:
         """Apply posted message ``number``: free all that this session holds, its window included; staged."""
+        self.offers = [offer for offer in self.offers if offer.giver is not session]
         self._release(session)
         self.close_window(session)
         self.skip(session, number)
 
     def give_back(self, session: Session, ids: int | Ids, number: int) -> None:
-        """Apply posted message ``number``, which frees ``ids``; staged only: call :meth:`commit`."""
+        """Apply posted message ``number``, which frees ``ids``; staged."""
         ledger = self.ledger
         order = ledger.next_order
         address = self._applied_address(session)
@@ -99,12 +129,14 @@ class Pool:
         session.applied = number
 
     def skip(self, session: Session, number: int) -> None:
-        """Apply posted message ``number``, which frees nothing, or was refused; staged only."""
+        """Apply posted message ``number``, which frees nothing, or was refused; staged."""
         self.table.word(self._applied_address(session), number)
         session.applied = number
 
     def grant(self, session: Session, count: int, request_id: int) -> int | Ids | None:
-        """Hand out ``count`` ≥ 1 slots, or None if fewer are free; staged only: call :meth:`commit`."""
+        """Hand out ``count`` ≥ 1 slots, or None if fewer are free, or within its limit; staged."""
+        if session.held + count > session.limit:
+            return None
         ledger = self.ledger
         owner = st.owner_word(session.number)
         if count == 1:
@@ -123,16 +155,74 @@ class Pool:
         return ids
 
     def open_window(self, session: Session, request_id: int) -> None:
-        """Slots granted by ``request_id`` are in a window from now on; staged only."""
+        """Slots granted by ``request_id`` are in a window from now on; staged."""
         self._set_window(session, request_id)
 
     def close_window(self, session: Session) -> None:
-        """What is left of the window's slots is plainly held from now on; staged only."""
+        """What is left of the window's slots is plainly held from now on; staged."""
         if session.window:
             self._set_window(session, 0)
 
+    def offer(self, session: Session, ids: Ids, receiver: int) -> None:
+        """Offer slots of ``session`` to another one of this pool; they stay its own, but cannot be freed."""
+        if receiver not in self.sessions or receiver == session.number:
+            raise AllocatorUnavailable(f"session {receiver} is no other session of pool {self.name}")
+        if session.guarantee:
+            granted = [int(slot) for slot in ids if self._is_guaranteed(session, int(slot))]
+            if granted:
+                raise NotHolder("slots of a guarantee cannot be transferred: they are its holder's", granted)
+        self.ledger.offer(ids, session.number)
+        session.offered += len(ids)
+        self.table.offer(ids, receiver)
+        self.commit()
+        self.offers.append(Offer(session, receiver, ids))
+
+    def is_offered(self, session: Session, ids: Ids, receiver: int) -> bool:
+        """Whether these very slots of ``session`` are on offer to ``receiver`` already."""
+        wanted = sorted(ids.tolist())
+        return any(
+            offer.giver is session and offer.receiver == receiver and sorted(offer.ids.tolist()) == wanted
+            for offer in self.offers
+        )
+
+    def accept(self, session: Session, request_id: int) -> Ids | None:
+        """Take the oldest offer to ``session``, whole, or None if there is none; never both hold it."""
+        offer = next((offer for offer in self.offers if offer.receiver == session.number), None)
+        if offer is None:
+            return None
+        if session.held + len(offer.ids) > session.limit:
+            raise AllocatorUnavailable(
+                f"{len(offer.ids)} slots are offered, and the limit of {session.limit} leaves room for "
+                f"{session.limit - session.held}"
+            )
+        self.offers.remove(offer)
+        # Sorted as a repeated reply would be after a restart, which knows no other order.
+        ids = offer.ids[np.argsort(self.table.orders[offer.ids], kind="stable")]
+        self.ledger.hand_over(ids, session.number)
+        offer.giver.held -= len(ids)
+        offer.giver.offered -= len(ids)
+        session.held += len(ids)
+        self.table.move(ids, st.owner_word(session.number), request_id)
+        self.commit()
+        return ids
+
     def commit(self) -> None:
         self.table.commit(self.ledger.free_count)
+
+    def check_guarantee(self, guarantee: int) -> None:
+        """Refuse a guarantee that the sum of all would not leave room for, whoever frees what."""
+        granted = {s.number: s for s in self.sessions.values() if s.guarantee}
+        promised = sum(session.guarantee for session in granted.values())
+        if guarantee and promised + guarantee > self.slots:
+            who = ", ".join(f"{s.name} (session {s.number}) {s.guarantee}" for s in granted.values()) or "nobody"
+            raise GuaranteeExceeded(
+                f"a guarantee of {guarantee} is not to be had: pool {self.name} has {self.slots} slots, "
+                f"guaranteed are {promised}: {who}"
+            )
+
+    def guaranteed_ids(self, session: Session) -> Ids:
+        """The slots of a session's guarantee, in the order of the list they came from."""
+        return self._granted_to(session, GUARANTEE_REQUEST)
 
     def still_granted(self, session: Session, granted: int | Ids, request_id: int) -> Ids:
         """Those of a reply's slots that its session still holds by that very request."""
@@ -144,6 +234,11 @@ class Pool:
         by_owner = {st.owner_word(s.number): s.window for s in self.sessions.values() if s.window}
         counts = self.table.count_granted_by(by_owner)
         return {owner >> 8: count for owner, count in counts.items()}
+
+    def lose(self, reason: str) -> None:
+        """The states are gone: every client sees it in the table, and hears it."""
+        self.lost = reason
+        self.table.set_lost()
 
     def check(self) -> None:
         """Look at every slot: list, table and sessions tell the same. O(N)."""
@@ -163,8 +258,12 @@ class Pool:
         assert self.ledger.free_count + held_by_all == self.slots, (
             f"pool {self.name}: {self.ledger.free_count} free and {held_by_all} held of {self.slots}"
         )
+        offered = sorted(int(slot) for offer in self.offers for slot in offer.ids)
+        assert offered == np.flatnonzero(self.table.offers).tolist(), (
+            f"pool {self.name}: the slot table and the offers differ"
+        )
 
-    def status(self) -> dict[str, Any]:
+    def status(self, now: float) -> dict[str, Any]:
         """The pool's part of ``status --json``; counts are of slots."""
         windows = self.windows()
         holders = [
@@ -174,11 +273,12 @@ class Pool:
                 "pid": session.pid,
                 "group": None,
                 "rank": session.rank,
-                "state": "live",
-                "held": session.held - windows.get(session.number, 0),
+                "state": session.state(now),
+                "held": session.held - session.offered - windows.get(session.number, 0),
                 "windows": windows.get(session.number, 0),
-                "guarantee": 0,
-                "limit": self.slots,
+                "offered": session.offered,
+                "guarantee": session.guarantee,
+                "limit": session.limit,
             }
             for session in self.sessions.values()
         ]
@@ -186,26 +286,52 @@ class Pool:
             "name": self.name,
             "slots": self.slots,
             "free": self.ledger.free_count,
-            "held": sum(session.held for session in self.sessions.values()) - sum(windows.values()),
+            "held": sum(holder["held"] for holder in holders),
             "windows": sum(windows.values()),
-            "offered": 0,
+            "offered": sum(session.offered for session in self.sessions.values()),
             "quarantined": 0,
+            "waiting": self.waiting.slots,
+            "lost": self.lost,
             "bytes_per_slot": self.geometry.bytes_per_slot if self.geometry else 0,
             "backend": "shm" if self.shards else None,
             "shards": len(self.shards),
             "holders": holders,
         }
 
+    def _is_guaranteed(self, session: Session, slot: int) -> bool:
+        return (
+            0 < slot <= self.slots
+            and int(self.table.owners[slot]) == st.owner_word(session.number)
+            and int(self.table.requests[slot]) == GUARANTEE_REQUEST
+        )
+
+    def _granted_to(self, session: Session, request_id: int) -> Ids:
+        """What a session holds by one request, in the order in which it was granted."""
+        table = self.table
+        mine = (table.owners == st.owner_word(session.number)) & (table.requests == request_id)
+        ids = np.flatnonzero(mine).astype(np.int32)
+        return ids[np.argsort(table.orders[ids], kind="stable")]
+
+    def _withdraw(self, offer: Offer) -> None:
+        """The receiver is gone: the slots are plainly the giver's again; staged."""
+        self.offers.remove(offer)
+        self.ledger.withdraw(offer.ids, offer.giver.number)
+        offer.giver.offered -= len(offer.ids)
+        self.table.offer(offer.ids, 0)
+
     def _release(self, session: Session) -> Ids:
         order = self.ledger.next_order
         ids = self.ledger.release(session.number)
+        address = self._applied_address(session)
+        if session.offered:
+            self.table.offer(ids, 0)
         if len(ids):
-            self.table.free(ids, order, self._applied_address(session), session.applied)
+            self.table.free(ids, order, address, session.applied)
         if self.ledger.free_count == self.slots:
             # The list is 1..N again, whatever order its slots came back in.
             order = self.ledger.next_order - self.slots
-            self.table.free(self.ledger.free_slots(), order, self._applied_address(session), session.applied)
-        session.held = 0
+            self.table.free(self.ledger.free_slots(), order, address, session.applied)
+        session.held = session.offered = 0
         return ids
 
     def _set_window(self, session: Session, request_id: int) -> None:

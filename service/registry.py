@@ -7,56 +7,82 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from mambapool.pool import protocol
-from mambapool.pool.errors import AllocatorUnavailable, ProtocolError, UnknownPool
+from mambapool.pool.errors import AllocatorUnavailable, PoolLost, ProtocolError, UnknownPool
 from mambapool.service.attach import AttachRequest
+from mambapool.service.leases import Leases
+from mambapool.service.ledger import Ids
 from mambapool.service.pools import Pool
 from mambapool.service.sessions import Session
 
 _log = logging.getLogger("mambapool.allocator")
 
+#: A log line names so many slots at most.
+_SLOTS_IN_LOG = 128
+
 
 class Registry:
     """The pools and sessions of one allocator. Session numbers are never used twice."""
 
-    def __init__(self, pools: Iterable[Pool], make_pool: Callable[[str, int], Pool]) -> None:
+    def __init__(self, pools: Iterable[Pool], make_pool: Callable[[str, int], Pool], leases: Leases) -> None:
         """``make_pool(name, slots)`` makes the allocator-only pools that clients ask for."""
         self.pools = {pool.name: pool for pool in pools}
-        self.sessions: dict[int, Session] = {}
+        self.sessions = {number: s for pool in self.pools.values() for number, s in pool.sessions.items()}
         #: When the daemon ends, it takes nobody new.
         self.ending = False
         #: No message that this allocator has a use for is longer.
         self.max_body_bytes = protocol.MAX_OVERHEAD_BYTES
         self._make_pool = make_pool
-        self._by_lease: dict[bytes, Session] = {}
-        self._next_number = 1
+        self._leases = leases
+        self._by_lease = {session.lease.name: session for session in self.sessions.values()}
+        self._next_number = max((pool.table.next_session for pool in self.pools.values()), default=1)
         self._set_limit()
 
-    def attach(self, request: AttachRequest, identity: bytes) -> Session:
-        """The session of that lease, made if there is none; ``identity`` speaks for it from now on."""
+    def attach(self, request: AttachRequest, identity: bytes) -> tuple[Session, bool]:
+        """The session of that lease, and whether it was made now; ``identity`` speaks for it from now on."""
         session = self._by_lease.get(request.lease)
-        if session is None:
-            if request.resume is not None:
-                raise AllocatorUnavailable(
-                    f"session {request.resume} is not known here: the allocator was restarted; connect again"
-                )
-            session = self._new_session(request, identity)
-        elif session.pool.name != request.pool:
-            raise ProtocolError(f"this lease is attached to pool {session.pool.name!r}")
-        session.identity = identity
-        return session
+        if session is not None:
+            if session.pool.name != request.pool:
+                raise ProtocolError(f"this lease is attached to pool {session.pool.name!r}")
+            session.identity = identity
+            # A client says at which of its messages it is: what it has acknowledged is in its requests.
+            return session, False
+        if request.resume is not None:
+            raise AllocatorUnavailable(
+                f"session {request.resume} is not known here: the allocator was restarted, or the session "
+                "was ended; connect again"
+            )
+        return self._new_session(request, identity), True
 
-    def detach(self, session: Session) -> None:
+    def end(self, session: Session, how: str, *, dead: bool) -> Ids:
         """End a session; what it held is free. A pool that a client made goes with its last session."""
         pool = session.pool
-        freed = len(pool.detach(session))
+        freed = pool.detach(session)
         del self.sessions[session.number]
-        del self._by_lease[session.lease]
-        _log.info("session %d (%s, pid %d) left: %d slots", session.number, session.name, session.pid, freed)
+        del self._by_lease[session.lease.name]
+        self._leases.forget(session.lease, dead=dead)
+        _log.info("session %d (%s, pid %d) %s: %s", session.number, session.name, session.pid, how, _slots(freed))
         if pool.ends_with_last_session and not pool.sessions:
             del self.pools[pool.name]
             pool.table.remove()
             self._set_limit()
             _log.info("pool %s ended with its last session", pool.name)
+        return freed
+
+    def bury(self, lease_name: bytes, how: str) -> Pool | None:
+        """A lease was seen released; its session's pool, if that is so and there was one."""
+        session = self._by_lease.get(lease_name)
+        # The hint may be late or wrong: the lock is the proof.
+        if session is None or session.lease.is_held():
+            return None
+        self.end(session, f"is dead ({how})", dead=True)
+        return session.pool
+
+    def lose(self, pool_name: str, reason: str) -> None:
+        """A keeper of that pool died."""
+        pool = self.pools.get(pool_name)
+        if pool is not None and pool.lost is None:
+            _log.error("pool %s is lost: %s", pool_name, reason)
+            pool.lose(reason)
 
     def describe(self, session: Session) -> dict[str, Any]:
         """What HELLO tells a client of its session and pool."""
@@ -66,6 +92,8 @@ class Registry:
             "row": session.row,
             "applied": session.applied,
             "slots": pool.slots,
+            "limit": session.limit,
+            "guarantee": session.guarantee,
             "uuid": pool.uuid,
             "geometry": pool.geometry.to_wire() if pool.geometry else None,
             "table": pool.table.path.name,
@@ -81,20 +109,30 @@ class Registry:
         if self.ending:
             raise AllocatorUnavailable("the allocator is ending and takes no new sessions")
         pool = self._pool_for(request)
-        session = Session(
-            number=self._next_number,
-            row=pool.rows.take(),
-            lease=request.lease,
-            name=request.name,
-            pid=request.pid,
-            rank=request.rank,
-            identity=identity,
-            pool=pool,
-        )
+        if pool.lost is not None:
+            raise PoolLost(f"pool {pool.name} is lost: {pool.lost}")
+        pool.check_guarantee(request.guarantee)
+        lease = self._leases.open(request.lease)
+        try:
+            session = Session(
+                number=self._next_number,
+                row=pool.rows.take(),
+                lease=lease,
+                name=request.name,
+                pid=request.pid,
+                rank=request.rank,
+                identity=identity,
+                pool=pool,
+                guarantee=request.guarantee,
+                limit=min(request.limit or pool.slots, pool.slots),
+            )
+        except AllocatorUnavailable:
+            self._leases.forget(lease, dead=False)
+            raise
         self._next_number += 1
         pool.attach(session)
         self.sessions[session.number] = session
-        self._by_lease[session.lease] = session
+        self._by_lease[lease.name] = session
         _log.info("session %d (%s, pid %d) in pool %s", session.number, session.name, session.pid, pool.name)
         return session
 
@@ -115,3 +153,18 @@ class Registry:
 
     def _set_limit(self) -> None:
         self.max_body_bytes = protocol.max_body_bytes(max((p.slots for p in self.pools.values()), default=0))
+
+
+def _slots(ids: Ids) -> str:
+    """``3 slots freed: 1-2, 7``."""
+    if not len(ids):
+        return "it held no slots"
+    runs: list[list[int]] = []
+    for slot in ids[:_SLOTS_IN_LOG].tolist():
+        if runs and slot == runs[-1][1] + 1:
+            runs[-1][1] = slot
+        else:
+            runs.append([slot, slot])
+    listed = ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+    more = f" and {len(ids) - _SLOTS_IN_LOG} more" if len(ids) > _SLOTS_IN_LOG else ""
+    return f"{len(ids)} slots freed: {listed}{more}"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mambapool.pool.errors import AllocatorUnavailable, ProtocolError
+from mambapool.service.leases import WatchedLock
 from mambapool.service.ledger import Ids
 
 if TYPE_CHECKING:
@@ -14,6 +16,12 @@ if TYPE_CHECKING:
 #: Open requests and barred ids of one session. A client has one open request per thread that waits.
 MAX_OPEN = 1024
 
+#: A client says something every second. Who is silent for longer is shown as suspect; nothing else follows.
+SUSPECT_AFTER_S = 3.0
+
+#: The request that grants a guarantee is a client's first one, HELLO.
+GUARANTEE_REQUEST = 1
+
 
 @dataclass(slots=True)
 class Answer:
@@ -21,6 +29,8 @@ class Answer:
 
     body: bytes
     granted: int | Ids | None = None
+    #: An accepted transfer: no CANCEL gives it back, for then it would be nobody's.
+    kept: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -29,22 +39,40 @@ class Session:
 
     number: int
     row: int  # in the slot table
-    lease: bytes
+    lease: WatchedLock
     name: str
     pid: int
     rank: int
-    identity: bytes  # the zmq routing id that speaks for it
     pool: Pool
+    limit: int
+    #: Slots that are granted whole at attach; the client lists them itself.
+    guarantee: int = 0
+    #: The zmq routing id that speaks for it; empty until it has said HELLO to this allocator.
+    identity: bytes = b""
+    #: Request id and version of its last HELLO.
+    hello: tuple[int, int] = (0, 0)
+    #: When it was last heard of, on the monotonic clock.
+    heard: float = 0.0
     #: Number of the last posted message that was applied.
     applied: int = 0
     #: Request id of the BEGIN whose window is open, 0: none.
     window: int = 0
-    #: Slots held, those of an open window included.
+    #: Slots held, those of an open window and of offers included.
     held: int = 0
+    #: Slots of them that are offered to another session.
+    offered: int = 0
+    #: The ACCEPT that waits for an offer, 0: none.
+    accepting: int = 0
     #: Requests below this id are closed: their replies have arrived, or nobody waits for them.
     oldest_open: int = 0
     answers: dict[int, Answer] = field(default_factory=dict)
     barred: set[int] = field(default_factory=set)
+    #: What an allocator before this one granted, by request: any of it may be asked for again.
+    recovered: dict[int, Ids] = field(default_factory=dict)
+
+    def state(self, now: float) -> str:
+        """``live`` or ``suspect``; silence alone takes nothing away."""
+        return "live" if now - self.heard < SUSPECT_AFTER_S else "suspect"
 
     def close_requests_below(self, oldest_open: int) -> None:
         """Forget the replies that the client says it has."""
@@ -57,6 +85,8 @@ class Session:
             del answers[oldest]
         if self.barred:
             self.barred = {known for known in self.barred if known >= oldest_open}
+        if self.recovered:
+            self.recovered = {known: ids for known, ids in self.recovered.items() if known >= oldest_open}
 
     def check_room(self) -> None:
         if len(self.answers) + len(self.barred) >= MAX_OPEN:
@@ -69,9 +99,10 @@ class Session:
 class SessionRows:
     """Which rows of a slot table's session part are taken. Numbers are never used twice, rows are."""
 
-    def __init__(self, max_sessions: int) -> None:
+    def __init__(self, max_sessions: int, taken: Iterable[int] = ()) -> None:
         self.max_sessions = max_sessions
-        self._free = list(range(max_sessions - 1, -1, -1))
+        used = set(taken)
+        self._free = [row for row in range(max_sessions - 1, -1, -1) if row not in used]
 
     def take(self) -> int:
         if not self._free:

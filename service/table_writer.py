@@ -11,6 +11,8 @@ The record: ``[length, free_count, part, part, …]`` in words. A part begins wi
 GRANT  owner, request, ids (two int32 a word), one generation a word
 FREE   order of the first id, address of the applied word, its value, ids
 WORD   address, value
+OFFER  value of the offered words (receiver, or 0), ids
+MOVE   owner, request, ids: whose offer was accepted
 =====  ================================================================================
 """
 
@@ -19,7 +21,9 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +32,7 @@ from mambapool.pool import slot_table as st
 from mambapool.pool.errors import RuntimeDirError
 from mambapool.service.ledger import SMALL_BATCH, Generations, Ids
 
-_GRANT, _FREE, _WORD = 1, 2, 3
+_GRANT, _FREE, _WORD, _OFFER, _MOVE = 1, 2, 3, 4, 5
 _HEAD_WORDS = 2
 
 _put3 = struct.Struct("=3Q").pack_into
@@ -37,13 +41,29 @@ _get2 = struct.Struct("=2Q").unpack_from
 _get4 = struct.Struct("=4Q").unpack_from
 
 
-class SlotTableWriter:
-    """The slot table of one pool, made anew. One per file, used by the allocator's one thread."""
+@dataclass(frozen=True, slots=True)
+class SessionRow:
+    """A session as the table has it."""
 
-    def __init__(self, path: Path, layout: st.TableLayout, *, uuid: bytes, digest: bytes, epoch: int) -> None:
+    row: int
+    number: int
+    lease: bytes
+    applied: int
+    window: int
+    rank: int
+    guarantee: int
+    limit: int
+    pid: int
+    name: str
+
+
+class SlotTableWriter:
+    """The slot table of one pool. One per file, used by the allocator's one thread."""
+
+    def __init__(self, path: Path, layout: st.TableLayout, mapping: mmap.mmap) -> None:
         self.path = path
         self.layout = layout
-        self._map = _create(path, layout.size_bytes)
+        self._map = mapping
         self._items = memoryview(self._map).cast("Q")
         self._words = np.frombuffer(self._map, np.uint64)
         self._ids = self._words.view(np.int32)
@@ -58,19 +78,84 @@ class SlotTableWriter:
         self._order_at = layout.field(st.ORDER)
         self._start = layout.redo + _HEAD_WORDS
         self._end = self._start
-        self._write_header(uuid, digest, epoch)
 
-    def _write_header(self, uuid: bytes, digest: bytes, epoch: int) -> None:
-        items = self._items
-        self._order[:] = self._iota
+    @classmethod
+    def create(
+        cls,
+        path: Path,
+        layout: st.TableLayout,
+        *,
+        uuid: bytes,
+        digest: bytes,
+        epoch: int,
+        created_by_client: bool = False,
+    ) -> Self:
+        """A new table in which every slot is free."""
+        table = cls(path, layout, _create(path, layout.size_bytes))
+        items = table._items
+        table._order[:] = table._iota
         items[st.H_VERSION] = st.LAYOUT_VERSION
-        items[st.H_SLOTS] = self.layout.slots
-        items[st.H_MAX_SESSIONS] = self.layout.max_sessions
+        items[st.H_SLOTS] = layout.slots
+        items[st.H_MAX_SESSIONS] = layout.max_sessions
         items[st.H_EPOCH] = epoch
-        items[st.H_FREE_COUNT] = self.layout.slots
-        self._words[st.H_UUID : st.H_UUID + 2] = np.frombuffer(uuid, np.uint64)
-        self._words[st.H_DIGEST : st.H_DIGEST + 2] = np.frombuffer(digest, np.uint64)
+        items[st.H_CREATED] = int(created_by_client)
+        items[st.H_NEXT_SESSION] = 1
+        items[st.H_FREE_COUNT] = layout.slots
+        table._words[st.H_UUID : st.H_UUID + 2] = np.frombuffer(uuid, np.uint64)
+        table._words[st.H_DIGEST : st.H_DIGEST + 2] = np.frombuffer(digest, np.uint64)
         items[st.H_MAGIC] = st.MAGIC
+        return table
+
+    @classmethod
+    def recover(cls, path: Path) -> Self:
+        """The table that another allocator left: a change that it had committed is finished.
+
+        Raises what :class:`~mambapool.pool.slot_table.SlotTableReader` does when it is no such table.
+        """
+        layout = st.SlotTableReader(path).layout
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            table = cls(path, layout, mmap.mmap(fd, layout.size_bytes))
+        finally:
+            os.close(fd)
+        items = table._items
+        if items[st.H_SEQ] != items[st.H_DONE]:
+            table._apply()
+            items[st.H_DONE] = items[st.H_SEQ]
+        return table
+
+    @property
+    def epoch(self) -> int:
+        return self._items[st.H_EPOCH]
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        """One store: clients that see it know that the allocator is another one."""
+        self._items[st.H_EPOCH] = epoch
+
+    @property
+    def uuid(self) -> bytes:
+        return self._words[st.H_UUID : st.H_UUID + 2].tobytes()
+
+    @property
+    def digest(self) -> bytes:
+        return self._words[st.H_DIGEST : st.H_DIGEST + 2].tobytes()
+
+    @property
+    def created_by_client(self) -> bool:
+        return bool(self._items[st.H_CREATED])
+
+    @property
+    def next_session(self) -> int:
+        return self._items[st.H_NEXT_SESSION]
+
+    def set_waiting(self, slots: int) -> None:
+        """How many slots somebody waits for; not durable, so that it needs no commit."""
+        self._items[st.H_WAITING] = slots
+
+    def set_lost(self) -> None:
+        """The states are gone; one store, which every client sees."""
+        self._items[st.H_LOST] = 1
 
     # Staging: appends to the record.
 
@@ -106,6 +191,21 @@ class SlotTableWriter:
         _put3(self._map, self._end * 8, _WORD, address, value)
         self._end += 3
 
+    def offer(self, ids: Ids, to: int) -> None:
+        """Stage: ``ids`` are offered to session ``to``; 0: to nobody any more."""
+        count = len(ids)
+        at = self._end
+        self._items[at] = _OFFER | count << 8
+        self._items[at + 1] = to
+        self._end = self._put_ids(at + 2, ids, count)
+
+    def move(self, ids: Ids, owner: int, request: int) -> None:
+        """Stage: ``ids``, which were offered, belong to ``owner`` by ``request``."""
+        count = len(ids)
+        at = self._end
+        _put3(self._map, at * 8, _MOVE | count << 8, owner, request)
+        self._end = self._put_ids(at + 3, ids, count)
+
     def commit(self, free_count: int) -> None:
         """Make everything staged true at once."""
         items = self._items
@@ -130,6 +230,15 @@ class SlotTableWriter:
                 at = self._apply_free(at + 1, count)
             elif code == _GRANT:
                 at = self._apply_grant(at + 1, count)
+            elif code == _OFFER:
+                self._offered[self._index(at + 2, count)] = items[at + 1]
+                at += 2 + (count + 1) // 2
+            elif code == _MOVE:
+                index = self._index(at + 3, count)
+                self._request[index] = items[at + 2]
+                self._owner[index] = items[at + 1]
+                self._offered[index] = 0
+                at += 3 + (count + 1) // 2
             else:
                 assert code == _WORD, f"unknown part {code} in the redo record of {self.path}"
                 address, value = _get2(self._map, (at + 1) * 8)
@@ -155,7 +264,7 @@ class SlotTableWriter:
                 items[self._generation_at + slot] = generation
                 items[self._owner_at + slot] = owner
         else:
-            index = self._ids[2 * ids_at : 2 * ids_at + count].astype(np.intp)
+            index = self._index(ids_at, count)
             self._request[index] = request
             self._generation[index] = self._words[values_at:end]
             self._owner[index] = owner
@@ -174,13 +283,61 @@ class SlotTableWriter:
                 items[self._order_at + slot] = place
                 items[self._owner_at + slot] = 0
         else:
-            index = self._ids[2 * ids_at : 2 * ids_at + count].astype(np.intp)
+            index = self._index(ids_at, count)
             self._order[index] = self._iota[:count] + np.uint64(order)
             self._owner[index] = 0
         items[address] = applied
         return ids_at + (count + 1) // 2
 
-    # Reading back, for checks and counts.
+    def _index(self, at: int, count: int) -> npt.NDArray[np.intp]:
+        return self._ids[2 * at : 2 * at + count].astype(np.intp)
+
+    # Reading back, for recovery, checks and counts.
+
+    @property
+    def owners(self) -> st.Words:
+        return self._owner
+
+    @property
+    def requests(self) -> st.Words:
+        return self._request
+
+    @property
+    def generations(self) -> st.Words:
+        return self._generation
+
+    @property
+    def orders(self) -> st.Words:
+        return self._order
+
+    @property
+    def offers(self) -> st.Words:
+        return self._offered
+
+    def sessions(self) -> list[SessionRow]:
+        """Every session that the table has, by row."""
+        found = []
+        for row in range(self.layout.max_sessions):
+            at = self.layout.session(row)
+            items = self._items
+            if not items[at + st.S_NUMBER]:
+                continue
+            name = self._words[at + st.S_NAME : at + st.SESSION_WORDS].tobytes()
+            found.append(
+                SessionRow(
+                    row=row,
+                    number=items[at + st.S_NUMBER],
+                    lease=self._words[at + st.S_LEASE : at + st.S_LEASE + 2].tobytes(),
+                    applied=items[at + st.S_APPLIED],
+                    window=items[at + st.S_WINDOW],
+                    rank=items[at + st.S_RANK],
+                    guarantee=items[at + st.S_GUARANTEE],
+                    limit=items[at + st.S_LIMIT],
+                    pid=items[at + st.S_PID],
+                    name=name.rstrip(b"\0").decode("utf-8", "ignore"),
+                )
+            )
+        return found
 
     def free_list(self) -> Ids:
         """The free list as the table tells it: free rows by their order."""

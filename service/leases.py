@@ -1,0 +1,62 @@
+"""The allocator's side of leases: locks of other processes, looked at without ever taking them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+from typing import Protocol
+
+from mambapool.pool import record_lock
+from mambapool.pool.errors import ProtocolError
+from mambapool.pool.runtime_dir import RuntimeDir
+
+
+class WatchedLock:
+    """The lock file of another process, opened once and kept open: it can be removed, the lock cannot."""
+
+    def __init__(self, name: bytes, path: Path) -> None:
+        """Raises :class:`OSError` when the file cannot be opened, or is no regular file."""
+        self.name = name
+        self._path = path
+        # For writing too: a lock for writing can only be asked after through such a descriptor.
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+            self.close()
+            raise OSError(f"{path} is no regular file")
+
+    def is_held(self) -> bool:
+        """Whether the process that took it still lives; a stopped one does. Costs half a microsecond."""
+        return record_lock.holder(self._fd) is not None
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def remove(self) -> None:
+        """Close and unlink: its process is dead."""
+        self.close()
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+
+class Leases(Protocol):
+    """Who looks after leases; in the daemon the :class:`~mambapool.service.watcher.Watcher`."""
+
+    def open(self, name: bytes) -> WatchedLock:
+        """Look after this lease from now on; :class:`ProtocolError` unless somebody holds it."""
+
+    def forget(self, lease: WatchedLock, *, dead: bool) -> None:
+        """Its session is gone; ``dead``: nobody is left to remove its file."""
+
+
+def open_lease(directory: RuntimeDir, name: bytes) -> WatchedLock:
+    """The lease of that name; :class:`ProtocolError` when there is none, or nobody holds it."""
+    try:
+        lease = WatchedLock(name, directory.lease(name))
+    except OSError as error:
+        raise ProtocolError(f"no lease {name.hex()} in the runtime directory: {error}") from error
+    if not lease.is_held():
+        lease.close()
+        raise ProtocolError(f"nobody holds the lease {name.hex()}: take its lock before HELLO")
+    return lease
