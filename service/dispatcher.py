@@ -58,12 +58,16 @@ class Dispatcher:
                 is type(oldest_open)
                 is int
                 and 0 <= request_id < MAX_NUMBER
+                and 0 <= posted < MAX_NUMBER
+                and 0 <= oldest_open < MAX_NUMBER
             ):
-                raise ProtocolError("op, session, request id, epoch, posted and oldest open are numbers")
+                raise ProtocolError(
+                    "op, session, request id, epoch, posted and oldest open are whole numbers from 0 to 2^63 - 1"
+                )
             if op == protocol.HELLO:
                 return self._hello(identity, request_id, message, peer)
             if op == protocol.STATUS:
-                return self._status(request_id, peer)
+                return self._status(request_id, message, peer)
             if epoch != self.epoch:
                 return self._error(request_id, protocol.WRONG_EPOCH, f"this is epoch {self.epoch}, not {epoch}")
             session = self.registry.sessions.get(number)
@@ -96,6 +100,8 @@ class Dispatcher:
             return self._error(request_id, protocol.NOT_OPEN, text)
         pool = session.pool
         if op == protocol.DETACH:
+            if len(message) != 6:
+                raise ProtocolError("DETACH has 6 fields")
             self.registry.detach(session)
             return self._pack((request_id, self.epoch, OK))
         handler = self._handlers.get(op)
@@ -103,7 +109,7 @@ class Dispatcher:
             raise ProtocolError(f"unknown operation {op}")
         # A request that carries frees is itself posted message number `posted`, and brings it.
         carries = len(message) > 7 and message[7] is not None
-        if posted > session.applied + carries or posted < 0:
+        if posted > session.applied + carries:
             return self._pack((request_id, self.epoch, protocol.GAP, session.applied))
         session.check_room()
         try:
@@ -160,6 +166,8 @@ class Dispatcher:
             if op == protocol.CANCEL:
                 self._cancel(pool, session, number, message[6])
             elif op == protocol.CLEAR:
+                if message[6] is not None:
+                    raise ProtocolError(f"CLEAR takes nil, not {type(message[6]).__name__}")
                 pool.clear(session, number)
             else:
                 self._apply_frees(pool, session, number, message[6], nil_allowed=op == protocol.END)
@@ -214,12 +222,16 @@ class Dispatcher:
             check_peer(peer)
             request = AttachRequest.from_wire(message[6])
             session = self.registry.attach(request, identity)
+        except ProtocolError:
+            raise  # answered, and counted, like anything else that is malformed
         except MambaPoolError as error:
             return self._pack((request_id, self.epoch, *protocol.error_payload(error)))
         reply = {"version": request.version, "pid": os.getpid(), **self.registry.describe(session)}
         return self._pack((request_id, self.epoch, OK, reply))
 
-    def _status(self, request_id: int, peer: PeerAddress) -> bytes:
+    def _status(self, request_id: int, message: list[Any], peer: PeerAddress) -> bytes:
+        if len(message) != 6:
+            raise ProtocolError("STATUS has 6 fields")
         try:
             check_peer(peer)
         except MambaPoolError as error:
