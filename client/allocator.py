@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import threading
 from typing import Any, SupportsIndex
@@ -9,13 +10,14 @@ from typing import Any, SupportsIndex
 import numpy as np
 import torch
 
+from mambapool.client.posted import Posted
 from mambapool.client.record import Record
 from mambapool.client.slot_tensors import SlotTensors
 from mambapool.client.transport import Transport
 from mambapool.pool import protocol
-from mambapool.pool.errors import MambaPoolError
+from mambapool.pool.errors import AllocatorUnavailable, MambaPoolError
 from mambapool.pool.index_tensors import slot_ids
-from mambapool.pool.slot_table import H_FREE_COUNT, SlotTableReader
+from mambapool.pool.slot_table import H_FREE_COUNT, S_APPLIED, SlotTableReader
 
 
 class SlotAllocator:
@@ -44,9 +46,11 @@ class SlotAllocator:
         self.device = device
         self._transport = transport
         self._posted = transport.posted
+        self._refusals = transport.refusals
         self._table = table
         self._table_items = table.items
         self._row = row
+        self._applied = table.layout.session(row) + S_APPLIED
         self._tensors = SlotTensors(self.size, torch.device(device))
         self._cached = self._tensors.cached
         self._record = Record(table, transport.number)
@@ -58,8 +62,9 @@ class SlotAllocator:
         #: What was freed inside the open window, in call order: it travels with the next message.
         self._freed_inside: list[int] = []
         # One call at a time changes what the allocator is asked for; the other lock guards the record and
-        # is held for microseconds, so that free() never waits for a call.
-        self._calls = threading.Lock()
+        # is held for microseconds, so that free() never waits for a call. What is posted is numbered under the
+        # other lock too: the allocator then sees frees and clears in the order in which the record did.
+        self._calls = _Turn(transport)
         self._lock = threading.Lock()
         self._unusable: MambaPoolError | None = None
 
@@ -72,7 +77,7 @@ class SlotAllocator:
 
         Free slots, and those that this client has given back and the allocator has not yet applied.
         """
-        if self._posted or self._freed_inside or self._unusable:
+        if self._posted or self._freed_inside or self._unusable or self._refusals:
             return self._available_with_pending()
         return self._table_items[H_FREE_COUNT]
 
@@ -120,8 +125,9 @@ class SlotAllocator:
             if count == 0:
                 self._end()
                 return
-            freed = self._close_window()
-            reply = self._ask(protocol.BEGIN, freed, count, bool(partial))
+            carried = self._close_window(protocol.FREE)
+            # No pool has more slots, and the wire carries no larger number than an int32.
+            reply = self._ask(protocol.BEGIN, carried, min(count, self.size + 1), bool(partial))
             if reply[2] == protocol.NONE:
                 return
             slots = protocol.unpack_ids(reply[3]).tolist()
@@ -145,7 +151,7 @@ class SlotAllocator:
         """
         slot = self._slot_of(free_index)
         slots = [slot] if slot >= 0 else slot_ids(free_index, size=self.size, what="free")
-        if self._unusable is not None or self._transport.refusals:
+        if self._unusable is not None or self._refusals:
             self._check_usable()
         if not slots:
             return
@@ -154,7 +160,9 @@ class SlotAllocator:
             if self._window_open:
                 self._freed_inside += slots
                 return
-        self._transport.post(protocol.FREE, _packed(slots), len(slots))
+            self._posted.append(protocol.FREE, _packed(slots), len(slots))
+        self._transport.flush()
+        self._posted.forget_applied(self._table_items[self._applied])
 
     def clear(self) -> None:
         """Free everything that this client holds, and nothing of anybody else; ends its window.
@@ -168,12 +176,15 @@ class SlotAllocator:
                 count = self._record.clear() + len(self._freed_inside) + len(unused)
                 self._freed_inside = []
                 self._window_open = False
-            self._transport.post(protocol.CLEAR, None, count)
+                self._posted.append(protocol.CLEAR, None, count)
+            self._transport.flush()
 
     def disable(self, reason: MambaPoolError) -> None:
         """Every later call raises ``reason``; takes no lock, so that a forked child can call it."""
         self._unusable = reason
         self._window = []
+        # In a forked child the old one may be held by a thread that exists in the parent only.
+        self._calls = _Turn(self._transport)
 
     def _alloc_by_message(self, need_size: SupportsIndex) -> torch.Tensor | None:
         count = _whole_number(need_size)
@@ -184,8 +195,8 @@ class SlotAllocator:
             if count > self.size:
                 return None
             with self._lock:
-                freed, self._freed_inside = self._freed_inside, []
-            reply = self._ask(protocol.ALLOC, freed, count)
+                carried = self._post_freed(protocol.FREE)
+            reply = self._ask(protocol.ALLOC, carried, count)
             if reply[2] == protocol.NONE:
                 return None
             slots = reply[3]
@@ -197,29 +208,36 @@ class SlotAllocator:
                 self._record.hold(ids.tolist())
             return torch.from_numpy(ids.astype(np.int64)).to(self.device)
 
-    def _ask(self, op: int, freed: list[int], *arguments: Any) -> list[Any]:
-        """A request that carries ``freed`` along."""
-        count, *more = arguments
-        if not freed:
-            return self._transport.call(op, count, None, *more)
-        packed = _packed(freed)
-        carried = self._posted.append(protocol.FREE, packed, len(freed))
-        return self._transport.call(op, count, packed, *more, frees=carried)
+    def _ask(self, op: int, carried: Posted | None, count: int, *more: Any) -> list[Any]:
+        """A request that carries along what was freed; raises what the allocator refused before it."""
+        frees = None if carried is None else carried.argument
+        reply = self._transport.call(op, count, frees, *more, frees=carried)
+        if self._refusals:
+            # As if this call had not been made: what it was granted is given back.
+            self._transport.post(protocol.CANCEL, reply[0], 0)
+            self._check_usable()
+        return reply
 
     def _end(self) -> None:
-        if not self._window_open:
-            return
-        freed = self._close_window()
-        self._transport.post(protocol.END, _packed(freed) if freed else None, len(freed))
+        if self._window_open:
+            self._close_window(protocol.END)
+            self._transport.flush()
 
-    def _close_window(self) -> list[int]:
-        """What goes back with it: frees in call order, then the unused rest. That is SGLang's order."""
+    def _close_window(self, op: int) -> Posted | None:
+        """Post what goes back with it: frees in call order, then the unused rest. That is SGLang's order."""
         # Taken one by one: a thread in alloc(1) may still have the list, and each pop goes to one of us.
         unused = _drain(self._window)
         with self._lock:
-            freed, self._freed_inside = self._freed_inside, []
+            self._freed_inside += unused
             self._window_open = False
-        return freed + unused
+            return self._post_freed(op)
+
+    def _post_freed(self, op: int) -> Posted | None:
+        """Number what was freed inside the window, to be sent; under the lock of the record."""
+        freed, self._freed_inside = self._freed_inside, []
+        if not freed and op == protocol.FREE:
+            return None
+        return self._posted.append(op, _packed(freed) if freed else None, len(freed))
 
     def _available_with_pending(self) -> int:
         self._check_usable()
@@ -239,10 +257,31 @@ class SlotAllocator:
         return -1
 
     def _check_usable(self) -> None:
-        if self._unusable is not None:
-            raise self._unusable
-        if self._transport.refusals:
-            raise self._transport.refusals.pop(0)
+        if (reason := self._unusable) is not None:
+            # A new one each time: an exception that is raised again keeps the frames of every raise.
+            raise type(reason)(*reason.args)
+        if self._refusals:
+            with contextlib.suppress(IndexError):  # another thread raises it
+                raise self._refusals.pop(0)
+
+
+class _Turn:
+    """One call at a time. Who waits for longer than the timeout is told so, as if by a silent allocator."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        timeout = self._transport.timeout
+        if not self._lock.acquire(timeout=timeout):
+            raise AllocatorUnavailable(
+                f"the allocator of {self._transport.directory.path} is not available: another thread's call "
+                f"waited for it for {timeout:g} s"
+            )
+
+    def __exit__(self, *_error: object) -> None:
+        self._lock.release()
 
 
 def _whole_number(value: SupportsIndex) -> int:

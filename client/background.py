@@ -1,7 +1,7 @@
 """The one background thread of a process: it looks after every session while no call does.
 
-It sends posted messages that the pipe did not take, and reads what the allocator refused. It sleeps while no
-session has anything unapplied.
+It sends posted messages that the pipe did not take, and reads what the allocator refused: also when nothing
+is posted any more, for a refusal comes after the allocator has noted its message as applied.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ class Background:
 
     def _run(self) -> None:
         while True:
-            with self._lock:
-                transports = list(self._transports)
-            for transport in transports:
-                if transport.posted:
-                    transport.tick()
-            del transports
+            self._tick_all()
             _pause.wait(TICK_S)
+
+    def _tick_all(self) -> None:
+        # A function of its own: no name here keeps a transport alive during the pause.
+        with self._lock:
+            transports = list(self._transports)
+        for transport in transports:
+            transport.tick()
 
 
 # Never set: a wait that, unlike time.sleep, ends with the interpreter.

@@ -7,6 +7,7 @@ then the message stays here, to be sent again after a reconnect.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ class PostedQueue:
     def __init__(self, applied: int) -> None:
         self._lock = threading.Lock()
         self._queue: deque[Posted] = deque()
+        self._slots = 0
         #: Number of the last message that was posted.
         self.last = applied
         #: Number of the last message that was sent over this connection.
@@ -42,6 +44,7 @@ class PostedQueue:
         with self._lock:
             message = Posted(self.last + 1, op, argument, slots)
             self._queue.append(message)
+            self._slots += slots
             self.last = message.number
         return message
 
@@ -50,7 +53,10 @@ class PostedQueue:
         if self.sent == self.last:
             return []
         with self._lock:
-            return [message for message in self._queue if message.number > self.sent]
+            # From the end, so that what is sent and not yet applied costs nothing.
+            unsent = list(itertools.takewhile(lambda message: message.number > self.sent, reversed(self._queue)))
+        unsent.reverse()
+        return unsent
 
     def rewind(self, applied: int) -> None:
         """Send again whatever comes after ``applied``: the connection lost it."""
@@ -61,5 +67,5 @@ class PostedQueue:
         """Drop what the allocator has applied; returns how many slots the rest will make free."""
         with self._lock:
             while self._queue and self._queue[0].number <= applied:
-                self._queue.popleft()
-            return sum(message.slots for message in self._queue)
+                self._slots -= self._queue.popleft().slots
+            return self._slots

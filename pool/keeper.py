@@ -35,7 +35,7 @@ from mambapool.pool.runtime_dir import RuntimeDir, check_pool_name, check_socket
 from mambapool.pool.shm import create_block
 from mambapool.pool.started import tell
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("mambapool.keeper")
 
 _LOG_FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
 

@@ -23,6 +23,9 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 # linux/memfd.h, Linux 6.3; Python 3.11 has no name for it. Hosts with vm.memfd_noexec=2 demand it.
 _MFD_NOEXEC_SEAL = 0x0008
 
+# Allocated at once: 100 ms. A handler of a signal has to wait for the end of the call.
+_PIECE_BYTES = 256 << 20
+
 _NO_ROOM = {errno.ENOMEM, errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
@@ -35,18 +38,23 @@ def create_block(name: str, size_bytes: int) -> int:
     check_available(size_bytes, name)
     fd = _memfd(name)
     try:
-        os.ftruncate(fd, size_bytes)
-        os.posix_fallocate(fd, 0, size_bytes)
+        _allocate(fd, size_bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-    except OSError as error:
+    except BaseException as error:
         os.close(fd)
-        if error.errno in _NO_ROOM:
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
             raise NotEnoughMemory(
                 f"{name} needs {size_bytes} bytes, the kernel refused them ({error.strerror}): "
                 "ask for fewer slots, free memory, or raise the limit (ulimit -f, vm.overcommit_memory)"
             ) from error
         raise
     return fd
+
+
+def _allocate(fd: int, size_bytes: int) -> None:
+    os.ftruncate(fd, size_bytes)
+    for start in range(0, size_bytes, _PIECE_BYTES):
+        os.posix_fallocate(fd, start, min(_PIECE_BYTES, size_bytes - start))
 
 
 def _memfd(name: str) -> int:

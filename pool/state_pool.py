@@ -25,10 +25,11 @@ from mambapool.pool.shm import map_block
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
-# torch splits a copy of 32,768 elements or more over its threads. That pays for large states, as far as
-# torch.set_num_threads allows; smaller ones are over before the threads have met, which takes milliseconds
-# when other processes keep the processors busy. numpy copies them in the calling thread, at 1 us per row.
-_PARALLEL_BYTES = 1 << 20
+# torch splits a copy over its threads, which have to meet at its end. When other processes keep the
+# processors busy that takes up to 16 ms, whatever the size: rows of 3 MB then move at 0.2 GB/s instead of 4.
+# numpy copies in the calling thread alone, at 1 us per row and half the bandwidth of two cores or more, and
+# does not mind. Only rows that take several milliseconds gain more from torch's threads than they can lose.
+_PARALLEL_BYTES = 16 << 20
 
 
 class StatePool:

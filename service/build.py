@@ -9,6 +9,7 @@ import re
 from mambapool.pool.descriptor import ShardDescriptor
 from mambapool.pool.errors import GeometryMismatch, PoolLost
 from mambapool.pool.handover import receive_block
+from mambapool.pool.layout import Geometry
 from mambapool.pool.runtime_dir import RuntimeDir
 from mambapool.pool.slot_table import TableLayout
 from mambapool.service.config import AllocatorConfig, PoolConfig
@@ -20,15 +21,24 @@ from mambapool.service.table_writer import SlotTableWriter
 #: A keeper answers a connection at once; it does nothing else.
 KEEPER_TIMEOUT_S = 2.0
 
-_KEEPER_SOCKET = re.compile(r"keeper-(?P<pool>[a-z0-9_-]{1,32})-[0-9]+\.sock")
+_KEEPER_SOCKET = re.compile(r"keeper-(?P<pool>[a-z0-9_-]{1,32})-(?P<rank>[0-9]+)\.sock")
 
 
 def build_registry(config: AllocatorConfig, directory: RuntimeDir, epoch: int) -> Registry:
-    """The pools of ``config``, and of keepers that live in the directory without being named there."""
-    configured = {pool.name: pool for pool in config.pools}
-    pools = [_pool_with_shards(pool, directory, config, epoch) for pool in config.pools]
-    for name in _kept_pools(directory) - set(configured):
-        pools.append(_pool_with_shards(_learn(name, directory), directory, config, epoch))
+    """The pools of ``config``, and of the keepers that live in the directory.
+
+    Those of ``serve`` are all configured: what else keeps memory there belongs to an earlier one, and ends.
+    """
+    described = {pool.name: pool for pool in config.pools}
+    if config.parent_pid is None:
+        for kept in _kept_pools(directory):
+            named = described.get(kept.name)
+            if named is not None and named.slots != kept.slots:
+                raise GeometryMismatch(
+                    f"pool {kept.name}, slots: expected {named.slots}, its keepers have {kept.slots}"
+                )
+            described[kept.name] = kept
+    pools = [_pool_with_shards(pool, directory, config, epoch) for pool in described.values()]
 
     def make_pool(name: str, slots: int) -> Pool:
         return _new_pool(
@@ -38,25 +48,21 @@ def build_registry(config: AllocatorConfig, directory: RuntimeDir, epoch: int) -
     return Registry(pools, make_pool)
 
 
-def _kept_pools(directory: RuntimeDir) -> set[str]:
-    """Names of pools that have a keeper's socket here with somebody behind it."""
-    names = set()
-    for path in directory.path.glob("keeper-*.sock"):
+def _kept_pools(directory: RuntimeDir) -> list[PoolConfig]:
+    """The pools that have a living keeper here, as one of their keepers describes them."""
+    kept: dict[str, PoolConfig] = {}
+    for path in sorted(directory.path.glob("keeper-*.sock")):
         match = _KEEPER_SOCKET.fullmatch(path.name)
-        if match is None:
+        if match is None or match["pool"] in kept:
             continue
         try:
-            _describe(directory, match["pool"], 0)
-        except PoolLost:
-            continue  # the socket of a keeper that was killed
-        names.add(match["pool"])
-    return names
-
-
-def _learn(name: str, directory: RuntimeDir) -> PoolConfig:
-    """What the keeper of rank 0 says of its pool."""
-    first = _describe(directory, name, 0)
-    return PoolConfig(name, first.slots, first.geometry, first.tp_size)
+            shard = _describe(directory, match["pool"], int(match["rank"]))
+        except PoolLost as error:
+            if isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError):
+                continue  # the keeper was killed, or has ended just now
+            raise
+        kept[match["pool"]] = PoolConfig(match["pool"], shard.slots, shard.geometry, shard.tp_size)
+    return list(kept.values())
 
 
 def _pool_with_shards(pool: PoolConfig, directory: RuntimeDir, config: AllocatorConfig, epoch: int) -> Pool:
@@ -101,11 +107,15 @@ def _describe(directory: RuntimeDir, pool: str, rank: int) -> ShardDescriptor:
     return descriptor
 
 
+def _text(geometry: Geometry | None) -> str:
+    return " ".join(map(str, geometry.tensors)) if geometry else "none"
+
+
 def _compare(pool: PoolConfig, descriptor: ShardDescriptor) -> None:
     """All shards of a pool, and its configuration, must agree field by field."""
     for field, ours, kept in (
         ("slots", pool.slots, descriptor.slots),
-        ("geometry", pool.geometry, descriptor.geometry),
+        ("geometry", _text(pool.geometry), _text(descriptor.geometry)),
         ("tp_size", pool.tp_size, descriptor.tp_size),
     ):
         if ours != kept:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -61,8 +62,7 @@ class Child:
         try:
             message: dict[str, Any] = json.loads(said)
         except ValueError:
-            status = self.process.wait()
-            raise MambaPoolError(f"the {self.name} ended with status {status} before it was ready") from None
+            raise MambaPoolError(f"the {self.name} {self.how_it_ended()} before it was ready") from None
         if "error" in message:
             self.process.wait()
             raise _error(message)
@@ -71,6 +71,13 @@ class Child:
     @property
     def ended(self) -> bool:
         return self.process.poll() is not None
+
+    def how_it_ended(self) -> str:
+        """Waits for its end, and says it in words."""
+        status = self.process.wait()
+        if status >= 0:
+            return f"ended with status {status}"
+        return f"was killed by {signal.Signals(-status).name}"
 
     def end(self) -> None:
         """Ask it to end, without waiting."""

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from mambapool.pool.errors import AllocatorUnavailable, ConfigError, MambaPoolError
 from mambapool.pool.exits import EXIT_FAILED, exit_status
 from mambapool.pool.runtime_dir import RuntimeDir, candidates
 from mambapool.pool.version import VERSION
 from mambapool.service.config import AllocatorConfig, PoolConfig
-from mambapool.service.options import DURATION, SIZE, dir_option, json_option, option
+from mambapool.service.options import DURATION, SIZE, dir_option, json_option, option, pool_options
 
 LOG_FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
 
@@ -38,9 +39,8 @@ def command_line() -> None:
 def main() -> None:
     """Run the command line; every expected error is one line on stderr, and an exit status."""
     try:
-        command_line(prog_name="mambapool", standalone_mode=False)
-    except click.exceptions.Exit as ended:
-        sys.exit(ended.exit_code)
+        # What comes back is the status of --help, --version and Context.exit, None otherwise.
+        sys.exit(command_line(prog_name="mambapool", standalone_mode=False))
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
@@ -58,59 +58,24 @@ def main() -> None:
         # Whoever read our output has gone, `mambapool status | head`; nothing is left to say.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_FAILED)
+    except OSError as error:
+        click.echo(f"mambapool: {error}", err=True)
+        sys.exit(EXIT_FAILED)
 
 
-def _pool_options(required_slots: bool) -> Any:
-    """The flags that describe one pool, for serve, allocator and keeper."""
-
-    def decorate(function: Any) -> Any:
-        for decorator in reversed(
-            (
-                option("--pool", default="default", show_default=True, metavar="NAME", help="Name of the pool."),
-                option(
-                    "--slots",
-                    type=int,
-                    metavar="N",
-                    required=required_slots,
-                    help="Usable slots; ids are 1..N, row 0 is added. Alone: an allocator-only pool, "
-                    "whose engine keeps its own tensors.",
-                ),
-                option("--model", metavar="CONFIG.json", help="Compute the state from a model's config.json."),
-                option(
-                    "--state",
-                    "states",
-                    multiple=True,
-                    metavar="NAME=DTYPE:LxDxD…",
-                    help="A tensor of the state, layers first, without the slot dimension: "
-                    "conv=bfloat16:4x96x3 is [4, N + 1, 96, 3]. Repeatable.",
-                ),
-                option(
-                    "--tp-size",
-                    type=click.IntRange(min=1),
-                    default=1,
-                    show_default=True,
-                    metavar="T",
-                    help="Tensor-parallel ranks: T shards, each kept by a process of its own.",
-                ),
-                option(
-                    "--device",
-                    type=click.Choice(["cpu", "cuda"]),
-                    default="cpu",
-                    show_default=True,
-                    help="Where the states live: cpu is shared memory of this host.",
-                ),
-            )
-        ):
-            function = decorator(function)
-        return function
-
-    return decorate
-
-
-@command_line.command()
-@_pool_options(required_slots=False)
+@command_line.command(short_help="Run keepers and allocator, until Ctrl-C or SIGTERM.")
+@pool_options(
+    required_slots=False,
+    slots_help="Usable slots; ids are 1..N, row 0 is added. Alone: an allocator-only pool, whose engine keeps "
+    "its own tensors.",
+)
 @option("--max-sessions", type=int, metavar="N", help="Sessions per pool.  [default: 1024]")
-@option("--config", metavar="FILE.toml", help="Several pools: [[pool]] tables with the flags' names as keys.")
+@option(
+    "--config",
+    metavar="FILE.toml",
+    help="Several pools: [[pool]] tables with the flags' names as keys. Flags change the pool that --pool names, "
+    "or the file's only one.",
+)
 @dir_option
 def serve(
     pool: str,
@@ -136,21 +101,21 @@ def serve(
     from mambapool.service.serve import serve as run
 
     _configure_logging()
-    _refuse_cuda(device)
-    pools = _one_pool(pool, slots, model, states, tp_size)
-    if config is not None:
+    if config is None:
+        pools = _one_pool(pool, slots, model, states, tp_size, device)
+    else:
         from mambapool.service.config_file import read_config_file
 
-        settings = read_config_file(config)
+        settings = read_config_file(config, _given_pool_flags())
         directory = directory if directory is not None else settings.dir
         max_sessions = max_sessions if max_sessions is not None else settings.max_sessions
-        pools = settings.pools + pools
+        pools = settings.pools
     sessions = {} if max_sessions is None else {"max_sessions": max_sessions}
     run(ServeConfig(directory, pools, **sessions), _say_ready(pools))
 
 
-@command_line.command()
-@_pool_options(required_slots=True)
+@command_line.command(short_help="Keep one shard's memory alone, until SIGTERM.")
+@pool_options(required_slots=True, slots_help="Usable slots; ids are 1..N, row 0 is added.")
 @option("--rank", type=click.IntRange(min=0), default=0, show_default=True, metavar="R", help="Whose shard.")
 @dir_option
 def keeper(
@@ -168,24 +133,23 @@ def keeper(
     For containers, and for an allocator that is exchanged while the states stay: `mambapool allocator`
     finds the keepers that live in its directory.
     """
-    from mambapool.pool.keeper import KeeperConfig, run_keeper
+    from mambapool.pool.keeper import KeeperConfig, keep
 
     _configure_logging()
-    _refuse_cuda(device)
-    (config,) = _one_pool(pool, slots, model, states, tp_size)
+    (config,) = _one_pool(pool, slots, model, states, tp_size, device)
     if config.geometry is None:
         raise ConfigError("a keeper needs --model or --state: it keeps the memory of states")
     place = RuntimeDir.for_server(directory).path
-    sys.exit(
-        run_keeper(
-            KeeperConfig(place, pool, rank, tp_size, slots, config.geometry),
-            lambda: click.echo(f"mambapool ready: keeper of {pool}, rank {rank} of {tp_size}, in {place}"),
-        )
+    keep(
+        KeeperConfig(place, pool, rank, tp_size, slots, config.geometry),
+        lambda _: click.echo(f"mambapool ready: keeper of {pool}, rank {rank} of {tp_size}, in {place}"),
     )
 
 
-@command_line.command()
-@option("--pool", default="default", show_default=True, metavar="NAME", help="Name of the pool.")
+@command_line.command(short_help="Run the allocator alone, until SIGTERM.")
+@option(
+    "--pool", default="default", show_default=True, metavar="NAME", help="Name of the pool that --slots makes."
+)
 @option("--slots", type=int, metavar="N", help="Make an allocator-only pool of N slots.")
 @option("--max-sessions", type=int, metavar="N", default=1024, show_default=True, help="Sessions per pool.")
 @dir_option
@@ -202,7 +166,7 @@ def allocator(pool: str, slots: int | None, max_sessions: int, directory: str | 
     )
 
 
-@command_line.command()
+@command_line.command(short_help="Show pools, holders and counts of a running daemon.")
 @dir_option
 @json_option
 @option("--timeout", type=DURATION, default="2s", show_default=True, metavar="T", help="Wait so long for it.")
@@ -219,7 +183,7 @@ def status(directory: str | None, as_json: bool, timeout: float) -> None:
     draw_status(found)
 
 
-@command_line.command()
+@command_line.command(short_help="Show the state of a model, and how many slots fit.")
 @option("--model", required=True, metavar="CONFIG.json", help="A model's config.json, or its folder.")
 @option("--tp-size", type=click.IntRange(min=1), default=1, show_default=True, metavar="T", help="Ranks.")
 @option("--memory", type=SIZE, metavar="SIZE", help="Say how many slots fit, for example 20GiB.")
@@ -247,7 +211,7 @@ def geometry(model: str, tp_size: int, memory: int | None, as_json: bool) -> Non
     draw_geometry(shape.model_type, tp_size, state, memory)
 
 
-@command_line.command()
+@command_line.command(short_help="Run schedulers over a request trace, check every state.")
 @click.argument("trace", type=click.Path(path_type=Path))
 @dir_option
 @option("--pool", default="default", show_default=True, metavar="NAME", help="Pool to replay on.")
@@ -307,25 +271,29 @@ def _configure_logging() -> None:
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
 
 
-def _refuse_cuda(device: str) -> None:
-    if device == "cuda":
-        raise ConfigError(
-            "--device cuda: this version keeps states in shared memory of the host; use --device cpu"
-        )
+def _given_pool_flags() -> dict[str, Any]:
+    """What of a pool was given by flag or environment, with the keys of a configuration file."""
+    context = click.get_current_context()
+    keys = {"pool": "pool", "slots": "slots", "model": "model", "states": "state", "tp_size": "tp-size"}
+    given = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
+    return {
+        key: context.params[name]
+        for name, key in {**keys, "device": "device"}.items()
+        if context.get_parameter_source(name) in given
+    }
 
 
 def _one_pool(
-    name: str, slots: int | None, model: str | None, states: tuple[str, ...], tp_size: int
+    name: str, slots: int | None, model: str | None, states: tuple[str, ...], tp_size: int, device: str
 ) -> tuple[PoolConfig, ...]:
     """The pool that flags describe; none without --slots."""
+    from mambapool.service.config_file import check_device, pool_config
+
+    check_device(device)
     if slots is None:
         if model or states:
             raise ConfigError("--model and --state need --slots N: how many states to keep")
         return ()
-    if not model and not states:
-        return (PoolConfig(name, slots, None, tp_size),)
-    from mambapool.service.config_file import pool_config
-
     return (pool_config(name, slots, model, states, tp_size),)
 
 

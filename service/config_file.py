@@ -9,11 +9,14 @@
     slots = 512
     state = ["conv=bfloat16:4x96x3", "temporal=float32:4x2x16x8"]
     tp-size = 2
+
+Flags and the environment win: with them the pool that ``--pool`` names, or the file's only one, is changed.
 """
 
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +26,11 @@ from mambapool.pool.layout import Geometry, TensorSpec
 from mambapool.pool.models import load_model_config, state_shape
 from mambapool.service.config import PoolConfig
 
-_POOL_KEYS = {"pool": str, "slots": int, "model": str, "state": list, "tp-size": int}
+_POOL_KEYS = {"pool": str, "slots": int, "model": str, "state": list, "tp-size": int, "device": str}
 _TOP_KEYS = {"dir": str, "max-sessions": int, "pool": list}
+_WORDS = {str: "a text", int: "a whole number", list: "a list"}
+
+DEFAULT_POOL = "default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,35 +54,80 @@ def pool_config(name: str, slots: int, model: str | None, states: tuple[str, ...
     return PoolConfig(name, slots, geometry, tp_size)
 
 
-def read_config_file(path: str) -> FileSettings:
-    """Read a configuration file; a ``model`` path in it is relative to the file."""
+def check_device(device: str) -> None:
+    if device == "cuda":
+        raise ConfigError(
+            "--device cuda: this version keeps states in shared memory of the host; use --device cpu"
+        )
+    if device != "cpu":
+        raise ConfigError(f"device {device!r}: expected cpu")
+
+
+def read_config_file(path: str, flags: Mapping[str, Any]) -> FileSettings:
+    """Read a configuration file; a ``model`` path in it is relative to the file.
+
+    ``flags`` are the keys of a pool that were given by flag or environment, and win over the file's.
+    """
+    content = _read(path)
+    entries = _pool_entries(content, path)
+    _apply_flags(entries, flags, path)
+    pools = tuple(_pool(entry, f"{path}, [[pool]] {number}") for number, entry in enumerate(entries, start=1))
+    return FileSettings(content.get("dir"), content.get("max-sessions"), pools)
+
+
+def _read(path: str) -> dict[str, Any]:
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from error
-    except ValueError as error:  # TOML syntax and UTF-8
+    except (ValueError, RecursionError) as error:  # TOML syntax and UTF-8; nested too deeply
         raise ConfigError(f"--config {path}: {error}") from error
+    if isinstance(content.get("pool"), dict):
+        raise ConfigError(f"{path}: write [[pool]], with two brackets: there can be several")
     _check_keys(content, _TOP_KEYS, path)
-    pools = []
+    return content
+
+
+def _pool_entries(content: dict[str, Any], path: str) -> list[dict[str, Any]]:
+    entries = []
     for number, entry in enumerate(content.get("pool", []), start=1):
         where = f"{path}, [[pool]] {number}"
         if not isinstance(entry, dict):
             raise ConfigError(f"{where}: expected a table, written [[pool]]")
         _check_keys(entry, _POOL_KEYS, where)
-        pools.append(_pool(entry, where, Path(path).parent))
-    return FileSettings(content.get("dir"), content.get("max-sessions"), tuple(pools))
+        model = {"model": str(Path(path).parent / entry["model"])} if "model" in entry else {}
+        entries.append({"pool": DEFAULT_POOL, **entry, **model})
+    return entries
 
 
-def _pool(entry: dict[str, Any], where: str, base: Path) -> PoolConfig:
+def _apply_flags(entries: list[dict[str, Any]], flags: Mapping[str, Any], path: str) -> None:
+    """Change the pool that is meant, or add it if the flags say of how many slots."""
+    if not flags.keys() - {"pool"}:
+        return
+    names = [entry["pool"] for entry in entries]
+    name = flags.get("pool", names[0] if len(names) == 1 else DEFAULT_POOL)
+    if name in names:
+        entry = entries[names.index(name)]
+        if flags.keys() & {"model", "state"}:
+            entry.pop("model", None)
+            entry.pop("state", None)
+        entry.update(flags)
+    elif "slots" in flags:
+        entries.append({**flags, "pool": name})
+    elif flags.keys() & {"model", "state"}:
+        raise ConfigError(f"--config {path} has no pool {name!r}: name one with --pool, or its --slots N")
+
+
+def _pool(entry: dict[str, Any], where: str) -> PoolConfig:
     if "slots" not in entry:
         raise ConfigError(f"{where}: slots is missing")
     states = entry.get("state", [])
     if not all(isinstance(state, str) for state in states):
         raise ConfigError(f"{where}: state must be a list of texts like conv=bfloat16:4x96x3")
-    model = str(base / entry["model"]) if "model" in entry else None
     try:
+        check_device(entry.get("device", "cpu"))
         return pool_config(
-            entry.get("pool", "default"), entry["slots"], model, tuple(states), entry.get("tp-size", 1)
+            entry["pool"], entry["slots"], entry.get("model"), tuple(states), entry.get("tp-size", 1)
         )
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
@@ -85,6 +136,6 @@ def _pool(entry: dict[str, Any], where: str, base: Path) -> PoolConfig:
 def _check_keys(table: dict[str, Any], known: dict[str, type], where: str) -> None:
     for key, value in table.items():
         if key not in known:
-            raise ConfigError(f"{where}: unknown key {key!r}; known are {', '.join(known)}")
+            raise ConfigError(f"{where}: unknown key {key!r}; known here are {', '.join(known)}")
         if type(value) is not known[key]:
-            raise ConfigError(f"{where}: {key} must be of type {known[key].__name__}, not {type(value).__name__}")
+            raise ConfigError(f"{where}: {key} must be {_WORDS[known[key]]}, not {value!r}"[:300])

@@ -15,7 +15,8 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from mambapool.pool.layout import Geometry
 
@@ -23,31 +24,43 @@ if TYPE_CHECKING:
     from mambapool.client.replay.summary import ReplaySummary
 
 
+#: Of a table that goes to a file or a pipe, where nothing needs to be cut to a screen.
+FILE_WIDTH = 1000
+
+_COUNTS = ("slots", "free", "held", "windows", "offered", "quarantined")
+_HOLDER = ("session", "name", "pid", "rank", "state", "held", "windows")
+
+
 def draw_status(status: dict[str, Any]) -> None:
     """Pools with their counts, then who holds what."""
-    console = Console()
+    console = _console()
     console.print(f"allocator pid {status['pid']}, epoch {status['epoch']}, up {status['uptime_s']:.1f} s")
-    pools = Table("pool", *_right("slots", "free", "held", "windows", "offered", "quarantined"), "state", "shards")
-    for pool in status["pools"]:
-        counts = [str(pool[key]) for key in ("slots", "free", "held", "windows", "offered", "quarantined")]
-        size = human_bytes(pool["bytes_per_slot"]) if pool["shards"] else "allocator-only"
-        pools.add_row(pool["name"], *counts, size, str(pool["shards"]))
-    console.print(pools)
-    holders = Table(
+    pools = _table("pool", *_right(*_COUNTS), "state")
+    holders = _table(
         "pool", *_right("session"), "name", *_right("pid", "rank"), "state", *_right("held", "windows")
     )
     for pool in status["pools"]:
+        pools.add_row(pool["name"], *(str(pool[key]) for key in _COUNTS), _state(pool))
         for holder in pool["holders"]:
-            keys = ("session", "name", "pid", "rank", "state", "held", "windows")
-            holders.add_row(pool["name"], *(str(holder[key]) for key in keys))
-    if holders.row_count:
-        console.print(holders)
+            holders.add_row(pool["name"], *(str(holder[key]) for key in _HOLDER))
+    for table in (pools, holders):
+        if table.row_count:
+            console.print()
+            console.print(table)
+
+
+def _state(pool: dict[str, Any]) -> str:
+    """What a slot of the pool holds, on each of its shards."""
+    if not pool["shards"]:
+        return "allocator-only"
+    size = human_bytes(pool["bytes_per_slot"])
+    return size if pool["shards"] == 1 else f"{pool['shards']} × {size}"
 
 
 def draw_geometry(model_type: str, tp_size: int, geometry: Geometry, memory: int | None) -> None:
     """One rank's tensors per slot, and how many slots fit."""
-    console = Console()
-    table = Table("tensor", "dtype", *_right("layers"), "shape", *_right("bytes per slot"))
+    console = _console()
+    table = _table("tensor", "dtype", *_right("layers"), "shape", *_right("bytes per slot"))
     for spec in geometry.tensors:
         shape = " × ".join(map(str, spec.shape))
         table.add_row(spec.name, spec.dtype, str(spec.layers), shape, f"{spec.bytes_per_slot:,}")
@@ -60,7 +73,7 @@ def draw_geometry(model_type: str, tp_size: int, geometry: Geometry, memory: int
 
 def draw_summary(summary: ReplaySummary) -> None:
     """The result of a replay, in words, and what went wrong."""
-    console = Console()
+    console = _console()
     table = Table(show_header=False)
     table.add_column()
     table.add_column(justify="right")
@@ -69,7 +82,7 @@ def draw_summary(summary: ReplaySummary) -> None:
         table.add_row(row.label, row.value, row.note)
     console.print(table)
     for finding in summary.findings:
-        console.print(f"[red]✗[/red] {finding}", highlight=False)
+        console.print(Text.assemble(("✗", "red"), " ", finding))
 
 
 @contextmanager
@@ -98,7 +111,18 @@ def human_bytes(size: int) -> str:
     return f"{value:.1f} TiB"
 
 
-def _right(*headers: str) -> list[Any]:
-    from rich.table import Column
+def _console() -> Console:
+    """Text is text: a client may call itself anything, "[/b]" too, which would be markup."""
+    console = Console(markup=False)
+    if not console.is_terminal:
+        console.width = FILE_WIDTH
+    return console
 
+
+def _table(*columns: Column | str) -> Table:
+    """Columns without lines around them, for eyes and for awk."""
+    return Table(*columns, box=None, padding=(0, 2, 0, 0), pad_edge=False)
+
+
+def _right(*headers: str) -> list[Column]:
     return [Column(header, justify="right") for header in headers]

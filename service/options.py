@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from mambapool.pool.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+if TYPE_CHECKING:
+    _ParamType = click.ParamType[Any]
+else:
+    _ParamType = click.ParamType  # takes no parameter before click 8.4
+
+#: ZeroMQ takes waits as milliseconds in 32 bits: 24 days.
+MAX_DURATION_S = 2**31 // 1000
 
 _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _UNITS_BYTES = {"": 1, "B": 1} | {
@@ -25,7 +34,10 @@ def parse_duration(text: str) -> float:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)", text.strip())
     if match is None:
         raise ConfigError(f"{text!r} is not a duration: expected a number and ms, s, m or h, for example 250ms")
-    return float(match[1]) * _UNITS_S[match[2]]
+    seconds = float(match[1]) * _UNITS_S[match[2]]
+    if seconds > MAX_DURATION_S:
+        raise ConfigError(f"{text!r} is too long: {MAX_DURATION_S}s at most")
+    return seconds
 
 
 def parse_size(text: str) -> int:
@@ -35,10 +47,10 @@ def parse_size(text: str) -> int:
         raise ConfigError(
             f"{text!r} is not a size: expected a number and KiB, MiB, GiB, TiB (1024ⁿ) or KB, MB, GB, TB (1000ⁿ)"
         )
-    return int(float(match[1]) * _UNITS_BYTES[match[2]])
+    return int(Fraction(match[1]) * _UNITS_BYTES[match[2]])
 
 
-class _Parsed(click.ParamType[Any]):
+class _Parsed(_ParamType):
     """A flag whose text one of the parsers above reads."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
@@ -65,11 +77,58 @@ def option(*names: str, **attributes: Any) -> Callable[[F], F]:
     return click.option(*names, envvar=variable, show_envvar=True, **attributes)
 
 
+def _refuse_empty(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
+    """`--dir "$UNSET"` would mean the directory that one happens to be in."""
+    if value == "":
+        raise click.BadParameter("the name of the directory is empty")
+    return value
+
+
 dir_option = option(
     "--dir",
     "directory",
     metavar="DIR",
+    callback=_refuse_empty,
     help="Runtime directory: sockets, locks, slot tables. Default: $XDG_RUNTIME_DIR/mambapool, else "
     "/run/mambapool if it can be written, else /tmp/mambapool-UID.",
 )
 json_option = option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+
+
+def pool_options(*, required_slots: bool, slots_help: str) -> Callable[[F], F]:
+    """The flags that describe one pool, for serve and keeper."""
+    decorators = (
+        option("--pool", default="default", show_default=True, metavar="NAME", help="Name of the pool."),
+        option("--slots", type=int, metavar="N", required=required_slots, help=slots_help),
+        option("--model", metavar="CONFIG.json", help="Compute the state from a model's config.json."),
+        option(
+            "--state",
+            "states",
+            multiple=True,
+            metavar="NAME=DTYPE:LxDxD…",
+            help="A tensor of the state, layers first, without the slot dimension: "
+            "conv=bfloat16:4x96x3 is [4, N + 1, 96, 3]. Repeatable.",
+        ),
+        option(
+            "--tp-size",
+            type=click.IntRange(min=1),
+            default=1,
+            show_default=True,
+            metavar="T",
+            help="Tensor-parallel ranks: T shards, each kept by a process of its own.",
+        ),
+        option(
+            "--device",
+            type=click.Choice(["cpu", "cuda"]),
+            default="cpu",
+            show_default=True,
+            help="Where the states live: cpu is shared memory of this host.",
+        ),
+    )
+
+    def decorate(function: F) -> F:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return decorate

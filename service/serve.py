@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -12,13 +13,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from mambapool.pool.errors import AllocatorUnavailable, ConfigError, PoolLost
+from mambapool.pool.errors import AllocatorUnavailable, ConfigError, MambaPoolError, PoolLost
 from mambapool.pool.keeper import KeeperConfig
 from mambapool.pool.memory_limits import check_available
 from mambapool.pool.process_lock import ProcessLock
 from mambapool.pool.runtime_dir import RuntimeDir, check_socket_path
 from mambapool.service.children import Child, end_all
 from mambapool.service.config import AllocatorConfig, PoolConfig
+
+# The first word of mambapool.pool.slot_table, which would bring numpy into this light parent.
+_TABLE_MAGIC = b"MAMBPOOL"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +102,7 @@ def serve(config: ServeConfig, announce: Callable[[RuntimeDir, dict[str, Any]], 
             for child in children:
                 child.end()
             end_all(children)
-        for pool in config.pools:
-            directory.slot_table(pool.name).unlink(missing_ok=True)
+        _remove_left_over(directory, config.pools)
 
 
 def _check_paths(directory: RuntimeDir, pools: tuple[PoolConfig, ...]) -> None:
@@ -112,7 +115,44 @@ def _check_memory(pools: tuple[PoolConfig, ...]) -> None:
     """All shards together, before the first is made: each keeper alone might still find room."""
     needed = sum(pool.geometry.place(pool.slots).size_bytes * pool.shards for pool in pools if pool.geometry)
     if needed:
-        check_available(needed, "the states of all shards")
+        check_available(needed, "keeping all shards")
+
+
+def _remove_left_over(directory: RuntimeDir, pools: tuple[PoolConfig, ...]) -> None:
+    """What daemons leave that were killed, and the slot tables, which end with the states.
+
+    Each under the lock that goes with it: whoever holds it lives, is none of ours, and is left alone.
+    """
+    for pool in pools:
+        for rank in range(pool.shards):
+            if _has_ended(directory.keeper_lock(pool.name, rank)):
+                _remove_if(directory.keeper_socket(pool.name, rank), Path.is_socket)
+    if not _has_ended(directory.allocator_lock):
+        return
+    _remove_if(directory.ready, Path.is_file)
+    _remove_if(directory.allocator_socket, Path.is_socket)
+    for table in directory.path.glob("*.table"):
+        _remove_if(table, _is_slot_table)
+
+
+def _is_slot_table(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_TABLE_MAGIC)) == _TABLE_MAGIC
+
+
+def _has_ended(lock: Path) -> bool:
+    """Nobody holds that lock; then it is this process's until it ends."""
+    try:
+        ProcessLock(lock, "process")
+    except MambaPoolError:
+        return False
+    return True
+
+
+def _remove_if(path: Path, is_ours: Callable[[Path], bool]) -> None:
+    with contextlib.suppress(OSError):
+        if not path.is_symlink() and is_ours(path):
+            path.unlink()
 
 
 def _start_keeper(directory: Path, pool: PoolConfig, rank: int) -> Child:
@@ -148,7 +188,6 @@ def _until_ready(child: Child, stop: _Stop) -> dict[str, Any] | None:
 def _check_children(keepers: list[Child], allocator: Child) -> None:
     for keeper in keepers:
         if keeper.ended:
-            status = keeper.process.returncode
-            raise PoolLost(f"the {keeper.name} ended with status {status}: its states are gone")
+            raise PoolLost(f"the {keeper.name} {keeper.how_it_ended()}: its states are gone")
     if allocator.ended:
-        raise AllocatorUnavailable(f"the allocator ended with status {allocator.process.returncode}")
+        raise AllocatorUnavailable(f"the allocator {allocator.how_it_ended()}")

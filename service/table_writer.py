@@ -365,6 +365,9 @@ class SlotTableWriter:
         return {int(owner): int(count) for owner, count in zip(owners, counts, strict=True)}
 
     def _put_ids(self, at: int, ids: Ids, count: int) -> int:
+        if count & 1:
+            # A single id is read back as a whole word: nothing of an earlier record may be left in its half.
+            self._items[at + count // 2] = 0
         self._ids[2 * at : 2 * at + count] = ids
         return at + (count + 1) // 2
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 
 from mambapool.client.replay import trace
 from mambapool.client.replay.options import ReplayOptions
 from mambapool.client.replay.runner import run_schedulers
 from mambapool.client.replay.summary import ReplaySummary, summarize
+from mambapool.pool.errors import ConfigError
 
 
 def run_replay(options: ReplayOptions, progress: Callable[[int, int], None]) -> ReplaySummary:
@@ -17,10 +19,12 @@ def run_replay(options: ReplayOptions, progress: Callable[[int, int], None]) -> 
     requests. Needs torch in the schedulers, not in this process.
 
     Raises :class:`~mambapool.pool.errors.TraceError` before anything is started,
-    :class:`~mambapool.pool.errors.ConfigError` when the pool cannot serve the requests,
+    :class:`~mambapool.pool.errors.ConfigError` when there is no torch or the pool cannot serve the requests,
     :class:`~mambapool.client.replay.failure.ReplayFailed` when a scheduler dies or none can go on, and what
     ``connect`` raises.
     """
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError("a replay's schedulers need torch: pip install 'mambapool[worker]'")
     total = len(trace.load(options.trace, options.limit))
     run = run_schedulers(options, lambda finished: progress(finished, total))
     return summarize(options, total, run)

@@ -52,7 +52,8 @@ class SlotCalls:
             if not left:
                 return
             try:
-                return self._allocator.free(torch.cat(left))
+                self._allocator.free(torch.cat(left))
+                return
             except DuplicateSlot as refusal:
                 self._findings.refused(refusal)
                 left = list({int(slot): slot for slot in left}.values())

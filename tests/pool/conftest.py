@@ -34,8 +34,8 @@ def runtime() -> Iterator[RuntimeDir]:
 
 @pytest.fixture
 def geometry() -> Geometry:
-    """A state of which one tensor has 64 bytes per slot, the other 1 MiB."""
-    return Geometry((TensorSpec.parse("conv=bfloat16:2x8x2"), TensorSpec.parse("temporal=float32:2x512x256")))
+    """A state of which one tensor has 64 bytes per slot, the other 40 KiB."""
+    return Geometry((TensorSpec.parse("conv=bfloat16:2x8x2"), TensorSpec.parse("temporal=float32:2x64x80")))
 
 
 @pytest.fixture

@@ -37,15 +37,26 @@ def listener(path: Path) -> Iterator[socket.socket]:
 
 
 @pytest.fixture
-def fake_keeper(listener: socket.socket, path: Path) -> Iterator[FakeKeeper]:
-    """A keeper that does to its first client what it is told, then closes."""
+def file() -> Iterator[int]:
+    """Something that has a file descriptor."""
+    fd = os.open("/dev/zero", os.O_RDONLY)
+    yield fd
+    os.close(fd)
+
+
+@pytest.fixture
+def fake_keeper(listener: socket.socket, path: Path, file: int) -> Iterator[FakeKeeper]:
+    """A keeper that does to its first client what it is told, then closes.
+
+    It ends before ``file`` is closed: a client that refuses does not wait for what it would be sent.
+    """
     with contextlib.ExitStack() as stack:
 
         def start(act: Callable[[socket.socket], object]) -> Path:
             def serve() -> None:
                 client, _ = listener.accept()
                 # A client that refuses may have gone before it is sent anything.
-                with client, contextlib.suppress(BrokenPipeError):
+                with client, contextlib.suppress(ConnectionError):
                     act(client)
 
             thread = threading.Thread(target=serve)
@@ -56,20 +67,8 @@ def fake_keeper(listener: socket.socket, path: Path) -> Iterator[FakeKeeper]:
         yield start
 
 
-@pytest.fixture
-def file() -> Iterator[int]:
-    """Something that has a file descriptor."""
-    fd = os.open("/dev/zero", os.O_RDONLY)
-    yield fd
-    os.close(fd)
-
-
-def send(*messages: tuple[bytes, list[int]]) -> Callable[[socket.socket], None]:
-    def act(client: socket.socket) -> None:
-        for data, fds in messages:
-            socket.send_fds(client, [data], fds)
-
-    return act
+def send(data: bytes, fds: list[int]) -> Callable[[socket.socket], object]:
+    return lambda client: socket.send_fds(client, [data], fds)
 
 
 def test_the_descriptor_and_the_block_arrive(
@@ -149,26 +148,26 @@ def test_a_path_that_no_socket_can_have_is_refused() -> None:
 
 def test_a_message_that_is_cut_off_is_refused(fake_keeper: FakeKeeper, file: int) -> None:
     too_long = bytes(MAX_DESCRIPTOR_BYTES + 1)
-    refuse_all(fake_keeper(send((too_long, [file]))), ProtocolError, "cut off")
+    refuse_all(fake_keeper(send(too_long, [file])), ProtocolError, "cut off")
 
 
 @pytest.mark.parametrize("count", [2, 16])
 def test_several_file_descriptors_are_refused_and_closed(
     count: int, fake_keeper: FakeKeeper, descriptor: ShardDescriptor, file: int
 ) -> None:
-    path = fake_keeper(send((descriptor.pack(), [file] * count)))
+    path = fake_keeper(send(descriptor.pack(), [file] * count))
     refuse_all(path, ProtocolError, f"sent {count} file descriptors, expected one")
 
 
 def test_more_file_descriptors_than_there_is_room_for_are_refused_and_closed(
     fake_keeper: FakeKeeper, descriptor: ShardDescriptor, file: int
 ) -> None:
-    path = fake_keeper(send((descriptor.pack(), [file] * 100)))
+    path = fake_keeper(send(descriptor.pack(), [file] * 100))
     refuse_all(path, ProtocolError, "cut off")
 
 
 def test_a_descriptor_without_its_block_is_refused(fake_keeper: FakeKeeper, descriptor: ShardDescriptor) -> None:
-    path = fake_keeper(send((descriptor.pack(), [])))
+    path = fake_keeper(send(descriptor.pack(), []))
     refuse_all(path, ProtocolError, "without the file descriptor of its block")
 
 
@@ -179,7 +178,7 @@ def test_a_descriptor_without_its_block_is_refused(fake_keeper: FakeKeeper, desc
 def test_the_block_of_a_descriptor_that_cannot_be_read_is_closed(
     data: bytes, error: type[MambaPoolError], fake_keeper: FakeKeeper, file: int
 ) -> None:
-    path = fake_keeper(send((data, [file])))
+    path = fake_keeper(send(data, [file]))
     with pytest.raises(error):
         receive_block(path, timeout=5)
 
@@ -187,7 +186,7 @@ def test_the_block_of_a_descriptor_that_cannot_be_read_is_closed(
 def test_a_client_takes_nothing_from_a_keeper_of_another_user(
     fake_keeper: FakeKeeper, descriptor: ShardDescriptor, file: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = fake_keeper(send((descriptor.pack(), [file])))
+    path = fake_keeper(send(descriptor.pack(), [file]))
     monkeypatch.setattr(handover, "peer_uid", lambda _sock: os.geteuid() + 1)
     refuse_all(path, RuntimeDirError, f"runs as uid {os.geteuid() + 1}")
 
@@ -211,7 +210,7 @@ def test_a_keeper_sends_nothing_to_a_client_of_another_user_and_tells_it_why(
 
 def test_a_client_is_told_why_it_was_refused(fake_keeper: FakeKeeper) -> None:
     refusal = msgpack.packb({"version": 1, "error": "not today"})
-    refuse_all(fake_keeper(send((refusal, []))), RuntimeDirError, "refused: not today")
+    refuse_all(fake_keeper(send(refusal, [])), RuntimeDirError, "refused: not today")
 
 
 @pytest.mark.parametrize("uid", [0, None])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from mambapool.pool import shm
 from mambapool.pool.errors import NotEnoughMemory, ProtocolError
 from mambapool.pool.shm import SEALS, create_block, map_block
 
@@ -33,6 +34,39 @@ def test_a_block_is_zero_and_there_as_a_whole(block: int) -> None:
     assert info.st_blocks * 512 >= SIZE
     with map_block(block, SIZE) as mapped:
         assert mapped[:] == bytes(SIZE)
+
+
+@pytest.mark.usefixtures("no_fd_leaked")
+def test_a_block_is_allocated_in_pieces_between_which_signals_are_handled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pieces = []
+
+    def stop_after_two(_fd: int, start: int, size: int) -> None:
+        pieces.append((start, size))
+        if len(pieces) == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    def leave(_number: int, _frame: object) -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(shm, "_PIECE_BYTES", 4096)
+    monkeypatch.setattr(os, "posix_fallocate", stop_after_two)
+    handler = signal.signal(signal.SIGUSR1, leave)
+    with pytest.raises(SystemExit):
+        create_block("mambapool-test", SIZE)
+    signal.signal(signal.SIGUSR1, handler)
+    assert pieces == [(0, 4096), (4096, 4096)]
+
+
+@pytest.mark.parametrize("size", [4096, 3 * 4096, 3 * 4096 + 256])
+def test_a_block_of_several_pieces_is_there_as_a_whole(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm, "_PIECE_BYTES", 2 * 4096)
+    fd = create_block("mambapool-test", size)
+    info = os.fstat(fd)
+    os.close(fd)
+    assert info.st_size == size
+    assert info.st_blocks * 512 >= size
 
 
 @pytest.mark.parametrize("size", [0, SIZE - 4096, SIZE + 4096])

@@ -119,6 +119,25 @@ def test_a_request_is_counted_once_however_much_of_it_is_spoiled(rig: Rig) -> No
     assert [line.split(",")[0] for line in rig.lines] == ["request 0", "request 1"]
 
 
+@pytest.mark.parametrize("wrong", ["nothing is copied", "another state is copied"])
+def test_a_copy_that_goes_wrong_is_found(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    worker = make_pool(16).connect()
+    copy = worker.copy
+
+    def wrong_copy(src: torch.Tensor, dst: torch.Tensor) -> None:
+        if wrong == "another state is copied":
+            copy(src + 1, dst)
+
+    monkeypatch.setattr(worker, "copy", wrong_copy)
+    rig = Rig(worker)
+    rig.batches[0].start([holding(0, TRACK_EVERY, 1, 5)])
+    run(rig.batches[0], TRACK_EVERY)
+    (line,) = rig.lines
+    assert line.startswith("request 0, slot 5 (track 0) after step 64: conv[0, 5, 0, 0] holds ")
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as integers."""
     return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)

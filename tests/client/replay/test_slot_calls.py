@@ -89,9 +89,7 @@ def test_giving_back_nothing_sends_nothing(make_pool: MakePool) -> None:
     assert worker.calls == []
 
 
-def test_a_call_that_is_refused_for_ever_is_raised(
-    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_that_is_refused_for_ever_is_raised(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = make_pool(8).connect()
     late_refusals(worker, monkeypatch, "alloc", 10**9)
     with pytest.raises(NotHolder):

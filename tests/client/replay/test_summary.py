@@ -64,9 +64,7 @@ def test_counts_are_sums_and_peaks_are_told_apart() -> None:
         ([result(), result(mismatches=1, findings=["request 7"])], False),
     ],
 )
-def test_a_replay_is_ok_when_all_finished_and_nothing_was_found(
-    results: list[SchedulerResult], ok: bool
-) -> None:
+def test_a_replay_is_ok_when_all_finished_and_nothing_was_found(results: list[SchedulerResult], ok: bool) -> None:
     assert summary(*results).ok is ok
 
 

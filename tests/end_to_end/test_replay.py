@@ -1,0 +1,162 @@
+"""Schedulers as processes of their own, on the pool of a real daemon, over a real trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemons import SMALL_STATE, Daemon, mambapool
+
+from mambapool.client.replay.command import run_replay
+from mambapool.client.replay.failure import ReplayFailed
+from mambapool.client.replay.options import ReplayOptions
+from mambapool.pool.errors import AllocatorUnavailable, ConfigError
+
+TRACE = Path(__file__).parents[2] / "bench/traces/mooncake_conversation_trace.jsonl.gz"
+
+DaemonFactory = Callable[..., Daemon]
+
+
+@pytest.fixture
+def daemon_with_states(daemon_factory: DaemonFactory) -> Daemon:
+    return daemon_factory(slots=300, states=SMALL_STATE)
+
+
+def options_for(daemon: Daemon, **changes: Any) -> ReplayOptions:
+    return ReplayOptions(**{"trace": TRACE, "dir": daemon.dir, "schedulers": 2, "limit": 60, **changes})
+
+
+def unwatched(finished: int, total: int) -> None:
+    pass
+
+
+def schedulers_of(daemon: Daemon) -> dict[str, int]:
+    """The pids of the schedulers that are connected, by name."""
+    return {holder["name"]: holder["pid"] for holder in daemon.pool()["holders"]}
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_schedulers_share_a_pool_over_the_shipped_trace(daemon_with_states: Daemon) -> None:
+    seen: list[tuple[int, int]] = []
+    summary = run_replay(options_for(daemon_with_states), lambda *counts: seen.append(counts))
+    assert summary.ok
+    assert (summary.requests, summary.finished, summary.mismatches, summary.waits) == (60, 60, 0, 0)
+    assert summary.messages <= 0.3 * summary.steps
+    assert 0 < summary.mean_held < summary.peak_held <= summary.partitioned_sum <= summary.partitioned_need
+    assert summary.partitioned_need <= summary.slots == 300
+    assert seen[-1] == (60, 60)
+    assert seen == sorted(seen)
+    pool = daemon_with_states.pool()
+    assert (pool["free"], pool["holders"]) == (300, [])
+
+
+def test_a_pool_that_is_too_small_for_all_makes_requests_wait_and_serves_them(
+    daemon_factory: DaemonFactory,
+) -> None:
+    daemon = daemon_factory(slots=8, states=SMALL_STATE)
+    summary = run_replay(options_for(daemon, limit=30, route="prefix"), unwatched)
+    assert summary.ok
+    assert summary.waits > 0
+    assert summary.messages <= 0.3 * summary.steps
+    assert daemon.pool()["free"] == 8
+
+
+def test_a_slot_granted_twice_is_reported_with_exit_status_1(daemon_factory: DaemonFactory) -> None:
+    daemon = daemon_factory(
+        slots=300, states=SMALL_STATE, environment={"MAMBAPOOL_FAULT": "double-grant:50"}
+    )
+    done = mambapool(
+        *("replay", str(TRACE), "--dir", str(daemon.dir), "--schedulers", "2", "--limit", "60", "--json")
+    )
+    assert done.returncode == 1
+    result = json.loads(done.stdout)
+    assert result["mismatches"] > 0
+    assert result["finished"] == result["requests"] == 60
+    doubled = re.search(r"fault: slot (\d+) of session", daemon.log)
+    assert doubled is not None
+    assert any(re.search(rf"\b{doubled[1]}\b", line) for line in result["findings"])
+    assert "Traceback" not in done.stderr
+    # The pool's books are wrong on purpose: end it before it is checked.
+    daemon.stop()
+
+
+def test_a_request_that_the_pool_can_never_serve_is_refused_at_start(daemon_factory: DaemonFactory) -> None:
+    daemon = daemon_factory(slots=2, states=SMALL_STATE)
+    with pytest.raises(ConfigError, match=r"has 2 slots, and a request takes 3 \(1 and --track 2\)"):
+        run_replay(options_for(daemon, schedulers=1), unwatched)
+    assert daemon.pool()["holders"] == []
+
+
+def test_a_pool_without_states_is_refused_at_start(daemon: Daemon) -> None:
+    with pytest.raises(ConfigError, match="has no states"):
+        run_replay(options_for(daemon, schedulers=1), unwatched)
+
+
+def test_without_a_daemon_the_error_is_that_of_connect(tmp_path: Path) -> None:
+    options = ReplayOptions(TRACE, tmp_path, schedulers=1, timeout=0.1)
+    with pytest.raises(AllocatorUnavailable, match="scheduler 0 .*no daemon is ready"):
+        run_replay(options, unwatched)
+
+
+def test_a_scheduler_that_dies_fails_the_run_and_leaves_no_process(daemon_with_states: Daemon) -> None:
+    pids: dict[str, int] = {}
+
+    def kill_one(finished: int, total: int) -> None:
+        if not pids:
+            pids.update(schedulers_of(daemon_with_states))
+            os.kill(pids["replay-1"], signal.SIGKILL)
+
+    with pytest.raises(ReplayFailed, match=r"scheduler 1 \(pid \d+\) was ended by SIGKILL without a result"):
+        run_replay(options_for(daemon_with_states, limit=2000, speed=1.0), kill_one)
+    assert len(pids) == 2
+    assert not any(map(is_running, pids.values()))
+
+
+def test_an_interrupted_replay_ends_its_schedulers_and_gives_everything_back(
+    daemon_with_states: Daemon,
+) -> None:
+    pids: dict[str, int] = {}
+
+    def interrupt(finished: int, total: int) -> None:
+        pids.update(schedulers_of(daemon_with_states))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_replay(options_for(daemon_with_states, limit=2000, speed=1.0), interrupt)
+    assert len(pids) == 2
+    assert not any(map(is_running, pids.values()))
+    assert daemon_with_states.pool()["free"] == 300
+
+
+def test_slots_that_others_keep_for_themselves_end_the_replay(daemon_with_states: Daemon) -> None:
+    other = daemon_with_states.connect(name="other")
+    assert other.allocator.alloc(298) is not None
+    with pytest.raises(ReplayFailed, match="nothing runs, and for .* others hold the slots of pool default"):
+        run_replay(options_for(daemon_with_states, schedulers=1, timeout=0.5), unwatched)
+
+
+def test_speed_holds_the_schedulers_to_the_clock_of_the_trace(
+    daemon_with_states: Daemon, tmp_path: Path
+) -> None:
+    trace = tmp_path / "two.jsonl"
+    request = {"input_length": 1, "output_length": 2, "hash_ids": []}
+    trace.write_text("".join(json.dumps({"timestamp": ms, **request}) + "\n" for ms in (0, 2000)))
+    summary = run_replay(
+        options_for(daemon_with_states, trace=trace, schedulers=1, limit=None, speed=4.0), unwatched
+    )
+    assert summary.ok
+    # The last step begins at 2030 ms of the trace.
+    assert summary.seconds >= 2.03 / 4

@@ -1,0 +1,121 @@
+"""The commands as a whole: help, version, how they are started, and what they do not import."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from daemons import Daemon, mambapool
+
+from mambapool.pool.version import VERSION
+from mambapool.service.cli import command_line
+
+COMMANDS = {
+    "serve": {"--pool", "--slots", "--model", "--state", "--tp-size", "--device", "--config", "--dir"},
+    "keeper": {"--pool", "--slots", "--model", "--state", "--tp-size", "--device", "--rank", "--dir"},
+    "allocator": {"--pool", "--slots", "--dir"},
+    "status": {"--dir", "--json"},
+    "geometry": {"--model", "--tp-size", "--memory", "--json"},
+    "replay": {"TRACE", "--schedulers", "--route", "--track", "--step-ms", "--speed", "--dir", "--json"},
+}
+
+#: Runs each of several command lines, given as JSON, in one process in which some modules cannot be had.
+WITHOUT = """
+import json, sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in sys.argv[1].split(","):
+            raise ImportError(f"{name} is not installed here")
+
+sys.meta_path.insert(0, Absent())
+from mambapool.service.cli import main
+for arguments in json.loads(sys.argv[2]):
+    sys.argv[1:] = arguments
+    try:
+        main()
+    except SystemExit as ended:
+        assert not ended.code, (arguments, ended.code)
+    else:
+        raise AssertionError(f"{arguments} did not exit")
+"""
+
+
+def test_help_names_every_command_in_one_whole_line() -> None:
+    result = CliRunner().invoke(command_line, ["--help"])
+    assert result.exit_code == 0
+    described = {line.split()[0]: line for line in result.output.splitlines() if line.startswith("  ")}
+    for name in COMMANDS:
+        assert described[name].endswith("."), described[name]
+        assert not described[name].endswith("..."), described[name]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_names_its_flags_and_their_variables(name: str) -> None:
+    result = CliRunner().invoke(command_line, [name, "--help"])
+    assert result.exit_code == 0
+    text = " ".join(result.output.split())
+    missing = {flag for flag in COMMANDS[name] if flag not in text}
+    assert not missing
+    for flag in COMMANDS[name] - {"TRACE"}:
+        assert f"MAMBAPOOL_{flag[2:].replace('-', '_').upper()}" in text
+
+
+def test_the_command_lines_in_the_help_of_serve_can_be_copied() -> None:
+    output = CliRunner().invoke(command_line, ["serve", "--help"]).output
+    examples = [line.strip() for line in output.splitlines() if line.strip().startswith("mambapool serve")]
+    assert len(examples) == 2
+    assert all(example.startswith("mambapool serve --slots ") for example in examples)
+
+
+def test_the_version_is_the_packages() -> None:
+    done = mambapool("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"mambapool, version {VERSION}\n", "")
+
+
+def test_an_unknown_command_is_named_and_help_is_pointed_at() -> None:
+    done = mambapool("frobnicate")
+    assert done.returncode == 2
+    assert "'frobnicate'" in done.stderr
+    assert "mambapool --help" in done.stderr
+    assert not done.stdout
+
+
+def test_the_module_and_the_console_script_are_one() -> None:
+    project = tomllib.loads(Path(__file__).parents[2].joinpath("pyproject.toml").read_text())["project"]
+    module, _, function = project["scripts"]["mambapool"].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+    # What pip writes into bin/mambapool.
+    script = f"import sys; sys.argv[0] = 'mambapool'; from {module} import {function}; sys.exit({function}())"
+    for arguments in (["--help"], ["serve", "--slots", "0"]):
+        command = [sys.executable, "-c", script, *arguments]
+        by_script = subprocess.run(command, capture_output=True, text=True, check=False)
+        by_module = mambapool(*arguments)
+        assert by_script.returncode == by_module.returncode
+        assert (by_script.stdout, by_script.stderr) == (by_module.stdout, by_module.stderr)
+
+
+def without(modules: str, *command_lines: str) -> subprocess.CompletedProcess[str]:
+    """Run command lines where ``modules`` (separated by commas) are not installed."""
+    lines = json.dumps([line.split() for line in command_lines])
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT, modules, lines], capture_output=True, text=True, check=False
+    )
+
+
+def test_help_and_status_work_where_torch_is_not_installed(daemon: Daemon) -> None:
+    helps = [f"{name} --help" for name in COMMANDS]
+    done = without("torch", *helps, f"status --dir {daemon.dir}", f"status --dir {daemon.dir} --json")
+    assert done.returncode == 0, done.stderr
+    assert "default" in done.stdout
+
+
+def test_what_does_not_draw_needs_no_rich(daemon: Daemon) -> None:
+    done = without("torch,rich", "--version", f"status --dir {daemon.dir} --json")
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,177 @@
+"""What is understood before it is known what is asked for: types, counts, epoch, session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import pytest
+from dispatching import EPOCH, Client, Connection, everything, hello_map
+
+from mambapool.pool import protocol
+from mambapool.pool.protocol import pack
+from mambapool.service.dispatcher import Dispatcher
+
+#: A valid message of each kind after its header.
+BODIES = {
+    protocol.HELLO: (hello_map(),),
+    protocol.DETACH: (),
+    protocol.ALLOC: (1, None),
+    protocol.BEGIN: (2, None, False),
+    protocol.STATUS: (),
+    protocol.FREE: (1,),
+    protocol.END: (None,),
+    protocol.CLEAR: (None,),
+    protocol.CANCEL: (2,),
+}
+HEADER = ("op", "session", "id", "epoch", "posted", "oldest open")
+
+every_op = pytest.mark.parametrize("op", list(BODIES), ids=list(protocol.OP_NAMES.values()))
+
+
+def message(kind: int, **changes: Any) -> tuple[Any, ...]:
+    """The next message of the first session; ``changes`` replace header fields."""
+    number = 1 if kind in protocol.POSTED_OPS else 0
+    header = {"op": kind, "session": 1, "id": 2, "epoch": EPOCH, "posted": number, "oldest open": 0}
+    return (*(header | changes).values(), *BODIES[kind])
+
+
+@every_op
+@pytest.mark.parametrize("field", HEADER)
+def test_a_header_field_that_is_no_whole_number_is_malformed(client: Client, op: int, field: str) -> None:
+    before = everything(client.connection.dispatcher)
+    for value in (True, 1.0, float("nan"), "1", None, b"\1", [1], {"a": 1}):
+        reply = client.connection.ask(*message(op, **{field: value}))
+        assert reply[:3] == [0 if field == "id" else 2, EPOCH, protocol.MALFORMED], value
+        assert "whole numbers" in reply[3]
+    assert everything(client.connection.dispatcher) == before
+
+
+@every_op
+@pytest.mark.parametrize("field", ["id", "posted", "oldest open"])
+def test_a_number_outside_of_0_to_2_63_is_malformed(client: Client, op: int, field: str) -> None:
+    before = everything(client.connection.dispatcher)
+    for value in (-1, -(2**63), 2**63, 2**64 - 1):
+        reply = client.connection.ask(*message(op, **{field: value}))
+        assert reply[:3] == [0 if field == "id" else 2, EPOCH, protocol.MALFORMED], value
+    assert everything(client.connection.dispatcher) == before
+
+
+@every_op
+def test_every_count_of_fields_but_the_right_one_is_malformed(client: Client, op: int) -> None:
+    dispatcher = client.connection.dispatcher
+    before = everything(dispatcher)
+    right = message(op)
+    for fields in (*(right[:count] for count in range(len(right))), (*right, None), (*right, 1, 2, 3)):
+        reply = client.connection.ask(*fields)
+        assert reply[2] == protocol.MALFORMED, fields
+        assert "fields" in reply[3]
+        assert everything(dispatcher) == before
+    assert dispatcher.malformed == len(right) + 2
+
+
+def test_an_unknown_operation_is_malformed(client: Client) -> None:
+    before = everything(client.connection.dispatcher)
+    for op in (0, -1, 10, 127, 2**63, 2**64 - 1, -(2**63)):
+        reply = client.connection.ask(op, 1, 2, EPOCH, 0, 0, 1, None)
+        assert reply == [2, EPOCH, protocol.MALFORMED, f"unknown operation {op}"]
+    assert everything(client.connection.dispatcher) == before
+
+
+NOT_MESSAGES = {
+    "nothing": b"",
+    "unused code": b"\xc1",
+    "array of 2^32 - 1": b"\xdd\xff\xff\xff\xff",
+    "bin of 2^32 - 1": b"\xc6\xff\xff\xff\xff",
+    "text of 2^32 - 1": b"\xdb\xff\xff\xff\xff",
+    "map of 2^32 - 1": b"\xdf\xff\xff\xff\xff",
+    "500 deep": b"\x91" * 500 + b"\xc0",
+    "1025 deep": b"\x91" * 1025 + b"\xc0",
+    "100000 deep": b"\x91" * 100_000 + b"\xc0",
+    "bad text": b"\xa2\xff\xfe",
+    "two values": b"\x01\x02",
+    "message and more": pack((protocol.STATUS, 0, 1, 0, 0, 0)) + b"\x00",
+    "half a message": pack((protocol.STATUS, 0, 1, 0, 0, 0))[:-1],
+    "array as key": b"\x97\x05\x00\x01\x00\x00\x00\x81\x91\x01\x02",
+    "number as key": b"\x97\x05\x00\x01\x00\x00\x00\x81\x01\x02",
+    "time stamp": msgpack.packb([5, 0, 1, 0, 0, 0, msgpack.Timestamp(1)]),
+    "extension": msgpack.packb([5, 0, 1, 0, 0, 0, msgpack.ExtType(5, b"x")]),
+    "empty extension": b"\x97\x05\x00\x01\x00\x00\x00\xc7\x00\x05",
+    "empty time stamp": b"\x97\x05\x00\x01\x00\x00\x00\xc7\x00\xff",
+    "number": b"\x07",
+    "text": b"\xa5hello",
+    "map": b"\x81\xa2op\x05",
+    "nil": b"\xc0",
+    "empty array": b"\x90",
+    "1025 fields": msgpack.packb([1] * 1025),
+    "long text": msgpack.packb([5, 0, 1, 0, 0, 0, "x" * 20_000]),
+    "long bin": msgpack.packb([5, 0, 1, 0, 0, 0, bytes(100_000)]),
+}
+
+
+@pytest.mark.parametrize("body", NOT_MESSAGES.values(), ids=NOT_MESSAGES.keys())
+def test_what_is_no_message_is_answered_and_changes_nothing(client: Client, body: bytes) -> None:
+    before = everything(client.connection.dispatcher)
+    reply = client.connection.send_body(body)
+    assert reply is not None
+    known, epoch, status, text = protocol.unpack(reply, len(reply))
+    assert (epoch, status) == (EPOCH, protocol.MALFORMED)
+    assert known in (0, 1)
+    assert len(text) <= 300
+    assert everything(client.connection.dispatcher) == before
+    assert client.alloc(1)[2:] == [protocol.OK, 1]
+
+
+def test_messages_that_are_not_understood_are_counted(dispatcher: Dispatcher) -> None:
+    reply = dispatcher.answer_malformed("a message has one frame, not 3")
+    assert protocol.unpack(reply, 0) == [0, EPOCH, protocol.MALFORMED, "a message has one frame, not 3"]
+    dispatcher.handle(b"x", b"", lambda: None)
+    assert dispatcher.malformed == 2
+
+
+NEEDS_SESSION = [op for op in BODIES if op not in (protocol.HELLO, protocol.STATUS)]
+
+every_op_of_a_session = pytest.mark.parametrize(
+    "op", NEEDS_SESSION, ids=[protocol.OP_NAMES[op] for op in NEEDS_SESSION]
+)
+
+
+@every_op_of_a_session
+def test_another_epoch_is_told_which_one_this_is(client: Client, op: int) -> None:
+    before = everything(client.connection.dispatcher)
+    for epoch in (0, EPOCH - 1, EPOCH + 1, 2**64 - 1, -1):
+        reply = client.connection.ask(*message(op, epoch=epoch))
+        assert reply == [2, EPOCH, protocol.WRONG_EPOCH, f"this is epoch {EPOCH}, not {epoch}"]
+    assert everything(client.connection.dispatcher) == before
+
+
+@every_op_of_a_session
+def test_an_unknown_session_is_refused(client: Client, op: int) -> None:
+    before = everything(client.connection.dispatcher)
+    for session in (0, 2, -1, 2**63, 2**64 - 1):
+        reply = client.connection.ask(*message(op, session=session))
+        assert reply[:3] == [2, EPOCH, protocol.UNKNOWN_SESSION]
+        assert f"no session {session} on this connection" in reply[3]
+    assert everything(client.connection.dispatcher) == before
+
+
+@every_op_of_a_session
+def test_a_session_of_another_connection_is_refused(
+    client: Client, join: Callable[[str], Client], op: int
+) -> None:
+    other = join("other")
+    before = everything(client.connection.dispatcher)
+    assert other.connection.ask(*message(op))[2] == protocol.UNKNOWN_SESSION
+    assert everything(client.connection.dispatcher) == before
+
+
+@every_op_of_a_session
+def test_a_session_that_has_left_is_unknown(client: Client, op: int) -> None:
+    assert client.request(protocol.DETACH)[2] == protocol.OK
+    assert client.connection.ask(*message(op))[2] == protocol.UNKNOWN_SESSION
+
+
+def test_a_wrong_epoch_is_told_before_an_unknown_session(connection: Connection) -> None:
+    assert connection.ask(protocol.ALLOC, 1, 2, EPOCH + 1, 0, 0, 1, None)[2] == protocol.WRONG_EPOCH
+    assert connection.ask(protocol.ALLOC, 1, 2, EPOCH, 0, 0, 1, None)[2] == protocol.UNKNOWN_SESSION

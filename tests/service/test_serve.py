@@ -1,0 +1,240 @@
+"""``mambapool serve`` from its start to its end, and the ends that nobody asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import Command, children_of, is_running, running
+from daemons import SMALL_STATE, Daemon, mambapool, wait_until
+
+from mambapool.client import errors
+from mambapool.pool.runtime_dir import RuntimeDir
+from mambapool.pool.slot_table import MAGIC
+from mambapool.pool.version import VERSION
+from mambapool.service import serve as serve_module
+
+DaemonFactory = Callable[..., Daemon]
+
+TWO_SHARDS = ("--slots", "8", "--state", SMALL_STATE[0], "--tp-size", "2")
+
+#: What is left when a daemon of two shards has ended.
+LOCKS = {"serve.lock", "allocator.lock", "keeper-default-0.lock", "keeper-default-1.lock"}
+SOCKETS = {"allocator.sock", "keeper-default-0.sock", "keeper-default-1.sock"}
+
+#: SIGTERM has to be obeyed within a second; the rest is for a machine that does something else too.
+END_S = 1.0 + 1.0
+
+
+def names(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_serve_says_that_it_is_ready_and_leaves_nothing_but_locks_at_its_end(
+    daemon_factory: DaemonFactory, runtime_dir: Path, number: int
+) -> None:
+    daemon = daemon_factory(slots=8, states=SMALL_STATE, options=("--tp-size", "2"))
+    ready = json.loads((runtime_dir / "ready").read_text())
+    children = children_of(daemon.process.pid)
+
+    assert daemon.ready_line == (
+        f"mambapool ready: {runtime_dir}, pid {ready['pid']}, pool default: 8 slots of 328 bytes on 2 shards\n"
+    )
+    assert ready == {
+        "pid": ready["pid"],
+        "epoch": daemon.status()["epoch"],
+        "endpoint": f"ipc://{runtime_dir}/allocator.sock",
+        "version": VERSION,
+        "pools": ["default"],
+    }
+    assert ready["pid"] in children
+    assert len(children) == 3, "an allocator and two keepers"
+    assert mode(runtime_dir) == 0o700
+    assert names(runtime_dir) == {*LOCKS, *SOCKETS, "default.table", "ready"}
+    for name in SOCKETS:
+        assert (runtime_dir / name).is_socket()
+        assert mode(runtime_dir / name) == 0o600
+
+    daemon.connect(pool="made", create_slots=3)  # a client that is still there does not hold the end up
+    began = time.monotonic()
+    daemon.process.send_signal(number)
+    assert daemon.process.wait(10) == 0
+    assert time.monotonic() - began < END_S
+    assert names(runtime_dir) == LOCKS
+    assert not any(is_running(pid) for pid in children)
+    assert "Traceback" not in daemon.log
+
+
+def test_the_directory_is_made_for_its_owner_alone_whatever_the_umask(runtime_dir: Path) -> None:
+    before = os.umask(0)
+    try:
+        with running("serve", "--dir", runtime_dir, *TWO_SHARDS):
+            assert mode(runtime_dir) == 0o700
+            assert {mode(runtime_dir / name) for name in SOCKETS} == {0o600}
+    finally:
+        os.umask(before)
+
+
+def test_an_allocator_that_does_not_listen_to_a_signal_is_ended_all_the_same(
+    daemon_factory: DaemonFactory, runtime_dir: Path
+) -> None:
+    daemon = daemon_factory(slots=8, states=SMALL_STATE[:1], options=("--tp-size", "2"))
+    os.kill(daemon.allocator_pid, signal.SIGSTOP)
+    began = time.monotonic()
+    assert daemon.stop() == 0
+    assert time.monotonic() - began < 1.0 + END_S
+    assert names(runtime_dir) == LOCKS
+
+
+def test_a_signal_before_it_is_ready_ends_serve(runtime_dir: Path) -> None:
+    with Command("serve", "--dir", runtime_dir, *TWO_SHARDS) as command:
+        wait_until((runtime_dir / "serve.lock").exists, "serve has its lock")
+        assert command.end() == 0
+        assert "Traceback" not in command.stderr
+    assert names(runtime_dir) <= LOCKS
+
+
+def test_kill_9_of_serve_takes_its_children_along_and_a_new_one_starts_at_once(runtime_dir: Path) -> None:
+    orphans: list[int] = []
+    took_s = []
+    for _ in range(3):
+        began = time.monotonic()
+        with Command("serve", "--dir", runtime_dir, *TWO_SHARDS) as command:
+            command.ready_line()
+            took_s.append(time.monotonic() - began)
+            assert not any(is_running(pid) for pid in orphans), "two daemons in one directory"
+            orphans = children_of(command.pid)
+            assert len(orphans) == 3
+            command.end(signal.SIGKILL)
+    # Two seconds for the orphans to see it, one to start.
+    assert max(took_s) < 3.0 + END_S, took_s
+    killed = time.monotonic()
+    wait_until(lambda: not any(is_running(pid) for pid in orphans), "the orphans end")
+    assert time.monotonic() - killed < 2.0 + 1.0
+    assert names(runtime_dir) == {*LOCKS, "default.table"}, "the table is the next serve's to remove"
+
+
+def test_what_killed_daemons_left_is_replaced_and_then_removed(
+    daemon_factory: DaemonFactory, runtime_dir: Path
+) -> None:
+    options = ("--tp-size", "2", "--pool", "old")
+    daemon = daemon_factory(slots=8, states=SMALL_STATE[:1], options=options)
+    allocator = daemon.allocator_pid
+    children = children_of(daemon.process.pid)
+    for pid in (daemon.process.pid, *children):
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not any(map(is_running, children)), "all are dead")
+    daemon.process.wait()
+    left = {"ready", "allocator.sock", "old.table", "keeper-old-0.sock", "keeper-old-1.sock"}
+    assert left <= names(runtime_dir)
+
+    again = daemon_factory(slots=8, states=SMALL_STATE[:1], options=options)
+    assert again.allocator_pid != allocator
+    assert again.stop() == 0
+    assert not left & names(runtime_dir)
+
+
+def test_tables_of_pools_that_are_not_served_any_more_are_removed_and_other_files_are_not(
+    runtime_dir: Path,
+) -> None:
+    runtime_dir.mkdir(mode=0o700)
+    (runtime_dir / "gone.table").write_bytes(MAGIC.to_bytes(8, "little") + bytes(4096))
+    (runtime_dir / "results.table").write_text("somebody's measurements\n")
+    (runtime_dir / "empty.table").touch()
+    (runtime_dir / "folder.table").mkdir()
+    with running("serve", "--dir", runtime_dir, "--slots", "8") as command:
+        assert command.end() == 0
+    assert names(runtime_dir) == {"serve.lock", "allocator.lock", "results.table", "empty.table", "folder.table"}
+    assert serve_module._TABLE_MAGIC == MAGIC.to_bytes(8, "little")
+
+
+@pytest.mark.parametrize(
+    ("victim", "status", "said"),
+    [
+        ("allocator", 4, "mambapool: the allocator was killed by SIGKILL\n"),
+        ("keeper", 1, "mambapool: the keeper of pool default rank 1 was killed by SIGKILL: its states are gone\n"),
+    ],
+)
+def test_serve_ends_with_its_children_when_one_of_them_dies(
+    runtime_dir: Path, victim: str, status: int, said: str
+) -> None:
+    with running("serve", "--dir", runtime_dir, *TWO_SHARDS) as command:
+        children = children_of(command.pid)
+        lock = {"allocator": "allocator.lock", "keeper": "keeper-default-1.lock"}[victim]
+        pid = int((runtime_dir / lock).read_text())
+        assert pid in children
+        os.kill(pid, signal.SIGKILL)
+        assert command.wait() == status
+        assert command.stderr.endswith(said)
+        assert "Traceback" not in command.stderr
+    assert not any(is_running(pid) for pid in children)
+    assert names(runtime_dir) == LOCKS
+
+
+def test_a_file_serves_several_pools(daemon_factory: DaemonFactory, runtime_dir: Path) -> None:
+    file = runtime_dir.with_suffix(".toml")
+    file.write_text(
+        '[[pool]]\npool = "engine-a"\nslots = 8\nstate = ["c=float32:1x2"]\ntp-size = 2\n'
+        '[[pool]]\npool = "engine-b"\nslots = 5\n'
+    )
+    daemon = daemon_factory(slots=None, options=("--config", str(file)))
+    assert daemon.ready_line.endswith(
+        "pool engine-a: 8 slots of 8 bytes on 2 shards, pool engine-b: 5 slots, allocator-only\n"
+    )
+    assert json.loads((runtime_dir / "ready").read_text())["pools"] == ["engine-a", "engine-b"]
+    worker = daemon.connect(pool="engine-a", rank=1)
+    assert worker.states["c"].shape == (1, 9, 2)
+    assert daemon.connect(pool="engine-b").allocator.size == 5
+    with pytest.raises(errors.UnknownPool, match="'default'.*engine-a, engine-b"):
+        daemon.connect()
+
+
+def test_environment_variables_configure_a_daemon(daemon_factory: DaemonFactory) -> None:
+    environment = {"MAMBAPOOL_SLOTS": "6", "MAMBAPOOL_STATE": " ".join(SMALL_STATE), "MAMBAPOOL_POOL": "env"}
+    daemon = daemon_factory(slots=None, environment=environment)
+    assert daemon.ready_line.endswith("pool env: 6 slots of 328 bytes\n")
+
+
+def test_serve_without_slots_has_no_pool_until_a_client_makes_one(daemon_factory: DaemonFactory) -> None:
+    daemon = daemon_factory(slots=None)
+    assert daemon.ready_line.endswith(", no pool yet\n")
+    assert daemon.status()["pools"] == []
+    worker = daemon.connect(pool="mine", create_slots=3)
+    assert daemon.pool("mine")["free"] == 3
+    worker.close()
+    assert daemon.status()["pools"] == []
+
+
+def test_keepers_of_others_are_not_served(daemon_factory: DaemonFactory, runtime_dir: Path) -> None:
+    """They may be those of a serve that was killed a moment ago, and end in the next one."""
+    keeper = ("keeper", "--dir", runtime_dir, "--pool", "old", "--slots", "3", "--state", "c=float32:1x2")
+    with running(*keeper):
+        daemon = daemon_factory(slots=8)
+        assert [pool["name"] for pool in daemon.status()["pools"]] == ["default"]
+
+
+def test_the_parent_stays_light(daemon: Daemon) -> None:
+    mapped = Path(f"/proc/{daemon.process.pid}/maps").read_text()
+    heavy = [name for name in ("numpy", "torch", "libzmq", "/zmq/") if name in mapped]
+    assert not heavy
+
+
+def test_a_daemon_ends_with_a_status_that_shows_nothing_was_lost(daemon: Daemon) -> None:
+    worker = daemon.connect()
+    assert worker.allocator.alloc(3) is not None
+    worker.close()
+    assert mambapool("status", "--dir", str(daemon.dir)).returncode == 0
+    assert RuntimeDir(daemon.dir).read_ready() is not None
+    assert daemon.stop() == 0
+    assert RuntimeDir(daemon.dir).read_ready() is None

@@ -1,0 +1,90 @@
+"""An allocator-only pool of a test's own, in a daemon that other tests use too: starting one takes a second."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from daemons import Daemon
+from table_check import check_table
+
+from mambapool.client import Worker, connect
+from mambapool.client.allocator import SlotAllocator
+from mambapool.pool import slot_table as st
+
+FreshPoolFactory = Callable[..., "FreshPool"]
+
+_numbers = itertools.count(1)
+
+
+@dataclass
+class FreshPool:
+    """Lives as long as its owner's session, which holds no slot."""
+
+    daemon: Daemon
+    slots: int
+    name: str = field(default_factory=lambda: f"test-{next(_numbers)}")
+    workers: list[Worker] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.owner = self.connect(name="owner", create_slots=self.slots)
+
+    def connect(self, **options: Any) -> Worker:
+        """Another session of this process, closed with the pool."""
+        worker = connect(self.daemon.dir, pool=self.name, **options)
+        self.workers.append(worker)
+        return worker
+
+    def allocator(self, **options: Any) -> SlotAllocator:
+        """The allocator of a new session."""
+        return self.connect(**options).allocator
+
+    @property
+    def available(self) -> int:
+        """Free slots as the owner, who frees nothing itself, sees them."""
+        return self.owner.allocator.available_size()
+
+    def status(self) -> dict[str, Any]:
+        return self.daemon.pool(self.name)
+
+    def holder(self, worker: Worker) -> dict[str, Any]:
+        """A session in :meth:`status`."""
+        (holder,) = [holder for holder in self.status()["holders"] if holder["session"] == worker.session]
+        found: dict[str, Any] = holder
+        return found
+
+    def held_by(self, worker: Worker) -> set[int]:
+        """The slots that are a session's in the slot table, those of its window included."""
+        table = st.SlotTableReader(self.daemon.directory.slot_table(self.name))
+        base = table.layout.field(st.OWNER)
+        owners = table.words[base : base + self.slots + 1]
+        return set(np.flatnonzero(owners == st.owner_word(worker.session)).tolist())
+
+    def check(self) -> None:
+        """Every slot is in exactly one state, in the table and in ``status``."""
+        status = self.status()
+        assert status["free"] + status["held"] + status["windows"] == self.slots, status
+        check_table(self.daemon.directory.slot_table(self.name), status)
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+
+
+def drain(allocator: SlotAllocator) -> list[int]:
+    """What ``alloc(1)`` gives until None, in order; all of it is freed again."""
+    slots = []
+    while (slot := allocator.alloc(1)) is not None:
+        slots.append(int(slot))
+    allocator.free(slots)  # type: ignore[arg-type]  # a list of ints is taken too
+    return slots
+
+
+def ids(slots: Any) -> list[int]:
+    """A grant, which was not None, as plain ids."""
+    assert slots is not None
+    listed: list[int] = slots.tolist()
+    return listed

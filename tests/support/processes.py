@@ -1,0 +1,234 @@
+"""Child processes for tests: each runs a script as an interpreter of its own, to its very end.
+
+Importing torch takes seconds, so children are forked from one process that has imported it and done nothing
+else: no thread, no zmq context, no session. A child runs its script in ``__main__`` and ends as every
+interpreter does: atexit, module teardown, exit status.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemons import Daemon, wait_until
+
+from mambapool.pool import slot_table as st
+
+#: Bounds every wait for a child in these tests.
+WAIT_S = 30.0
+
+_MAX_REQUEST_BYTES = 128 * 1024
+
+
+class Child:
+    """A running script: line by line in and out, its status, what it wrote to stderr."""
+
+    def __init__(self, pipes: dict[str, int], stderr: Any) -> None:
+        self._input = os.fdopen(pipes["input"], "w", buffering=1)
+        self._output = os.fdopen(pipes["output"], "r")
+        self._told = os.fdopen(pipes["status"], "r")
+        self._stderr = stderr
+        self._status: int | None = None
+        self.pid = int(self._told.readline())
+
+    def say(self, line: str) -> None:
+        """One line to its stdin."""
+        self._input.write(line + "\n")
+
+    def say_no_more(self) -> None:
+        """The end of its stdin."""
+        self._input.close()
+
+    def hear(self, timeout: float = WAIT_S) -> str:
+        """The next line of its stdout, without the line's end."""
+        _wait_readable(self._output, timeout, self)
+        line = self._output.readline()
+        assert line, f"the script ended with status {self.wait()}:\n{self.stderr}"
+        return line.rstrip("\n")
+
+    def wait(self, timeout: float = WAIT_S) -> int:
+        """Its exit status, negative for a signal."""
+        if self._status is None:
+            _wait_readable(self._told, timeout, self)
+            self._status = int(self._told.readline())
+        return self._status
+
+    def rest(self, timeout: float = WAIT_S) -> list[str]:
+        """Wait for its end, which has to be status 0; the lines of stdout that nobody heard."""
+        assert self.wait(timeout) == 0, self.stderr
+        return self._output.read().splitlines()
+
+    @property
+    def stderr(self) -> str:
+        self._stderr.seek(0)
+        text: str = self._stderr.read()
+        return text
+
+    def kill(self) -> None:
+        if self._status is None and not select.select([self._told], [], [], 0)[0]:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        self.kill()
+        self.wait()
+        with contextlib.suppress(BrokenPipeError):
+            self._input.close()
+        for file in (self._output, self._told, self._stderr):
+            file.close()
+
+
+class Zygote:
+    """The process that has imported torch, and that children are forked from."""
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            )
+
+    def start(self, source: str, arguments: tuple[object, ...], environment: dict[str, str]) -> Child:
+        request = {
+            "source": textwrap.dedent(source),
+            "arguments": [str(argument) for argument in arguments],
+            "environment": environment,
+        }
+        stderr = tempfile.TemporaryFile("w+")
+        stdin, put = os.pipe()
+        output, stdout = os.pipe()
+        status, told = os.pipe()
+        theirs = [stdin, stdout, stderr.fileno(), told]
+        socket.send_fds(self._control, [json.dumps(request).encode()], theirs)
+        for fd in (stdin, stdout, told):
+            os.close(fd)
+        return Child({"input": put, "output": output, "status": status}, stderr)
+
+    def close(self) -> None:
+        self._control.close()
+        self._process.wait(WAIT_S)
+
+
+class Children:
+    """Starts scripts; those that still run at the end of a test are killed."""
+
+    def __init__(self, zygote: Zygote) -> None:
+        self._zygote = zygote
+        self._started: list[Child] = []
+
+    def start(self, source: str, *arguments: object, **environment: str) -> Child:
+        """Run ``source`` with ``sys.argv[1:]`` = ``arguments``."""
+        child = self._zygote.start(source, arguments, environment)
+        self._started.append(child)
+        return child
+
+    def run(self, source: str, *arguments: object, **environment: str) -> list[str]:
+        """Run ``source`` to its end, which has to be status 0; the lines of its stdout."""
+        return self.start(source, *arguments, **environment).rest()
+
+    def close(self) -> None:
+        for child in self._started:
+            child.close()
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    yield _the_zygote()
+    if _the_zygote.cache_info().currsize:
+        _the_zygote().close()
+        _the_zygote.cache_clear()
+
+
+@pytest.fixture
+def children(zygote: Zygote) -> Iterator[Children]:
+    """Starts scripts as processes."""
+    started = Children(zygote)
+    yield started
+    started.close()
+
+
+@functools.cache
+def _the_zygote() -> Zygote:
+    return Zygote()
+
+
+@contextlib.contextmanager
+def paused(daemon: Daemon) -> Iterator[None]:
+    """The allocator is stopped inside: not merely told to, and not in the middle of a change."""
+    pid = daemon.allocator_pid
+    while True:
+        with daemon.stopped():
+            wait_until(lambda: _state_of(pid) == "T", "the allocator is stopped")
+            tables = [st.SlotTableReader(path) for path in daemon.dir.glob("*.table")]
+            if all(table.items[st.H_SEQ] == table.items[st.H_DONE] for table in tables):
+                yield
+                return
+
+
+def _state_of(pid: int) -> str:
+    """R, S, T …: the field after the command's name in proc_pid_stat(5)."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def _wait_readable(file: Any, timeout: float, child: Child) -> None:
+    if not select.select([file], [], [], timeout)[0]:
+        raise AssertionError(f"process {child.pid} said nothing for {timeout:g} s:\n{child.stderr}")
+
+
+def _serve(control: socket.socket) -> str:
+    """Fork a child for every request. Returns in the children only: what each is to run."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        data, fds, _, _ = socket.recv_fds(control, _MAX_REQUEST_BYTES, 4)
+        if not data:
+            os._exit(0)
+        if os.fork() == 0:
+            control.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            return _become(json.loads(data), fds)
+        for fd in fds:
+            os.close(fd)
+
+
+def _become(request: dict[str, Any], fds: list[int]) -> str:
+    """Fork once more: the parent tells the child's pid and status, the child takes the descriptors over."""
+    *standard, told = fds
+    pid = os.fork()
+    if pid:
+        os.write(told, f"{pid}\n".encode())
+        for fd in standard:
+            os.close(fd)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        os.write(told, f"{status}\n".encode())
+        os._exit(0)
+    os.close(told)
+    for number, fd in enumerate(standard):
+        os.dup2(fd, number)
+        os.close(fd)
+    sys.argv = ["script", *request["arguments"]]
+    os.environ.update(request["environment"])
+    source: str = request["source"]
+    return source
+
+
+if __name__ == "__main__":
+    import mambapool.client
+    import mambapool.client.allocator  # noqa: F401  torch, before any child is forked
+
+    # Keeps the collector of every child away from what is here already: it would copy all of it.
+    gc.freeze()
+    # As the main module's own code: what a script leaves in its globals is torn down as a script's is.
+    exec(compile(_serve(socket.socket(fileno=int(sys.argv[1]))), "script", "exec"))
