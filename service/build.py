@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
+import time
 
 from mambapool.pool.descriptor import ShardDescriptor
-from mambapool.pool.errors import GeometryMismatch, PoolLost
+from mambapool.pool.errors import GeometryMismatch, MambaPoolError, PoolLost
 from mambapool.pool.handover import receive_block
 from mambapool.pool.layout import Geometry
-from mambapool.pool.runtime_dir import RuntimeDir
+from mambapool.pool.runtime_dir import POOL_NAME, RuntimeDir
 from mambapool.pool.slot_table import TableLayout
 from mambapool.service.config import AllocatorConfig, PoolConfig
 from mambapool.service.faults import pool_class
+from mambapool.service.leases import WatchedLock
 from mambapool.service.pools import Pool, Shard
+from mambapool.service.recovery import recover_table, restore
 from mambapool.service.registry import Registry
 from mambapool.service.table_writer import SlotTableWriter
+from mambapool.service.watcher import Watcher
+
+_log = logging.getLogger("mambapool.allocator")
 
 #: A keeper answers a connection at once; it does nothing else.
 KEEPER_TIMEOUT_S = 2.0
@@ -24,28 +31,145 @@ KEEPER_TIMEOUT_S = 2.0
 _KEEPER_SOCKET = re.compile(r"keeper-(?P<pool>[a-z0-9_-]{1,32})-(?P<rank>[0-9]+)\.sock")
 
 
-def build_registry(config: AllocatorConfig, directory: RuntimeDir, epoch: int) -> Registry:
-    """The pools of ``config``, and of the keepers that live in the directory.
+def build_registry(config: AllocatorConfig, directory: RuntimeDir, watcher: Watcher) -> tuple[Registry, int]:
+    """The pools of ``config``, and of the keepers that live in the directory; and this allocator's epoch.
 
-    Those of ``serve`` are all configured: what else keeps memory there belongs to an earlier one, and ends.
+    A slot table that is there is taken over. Those of ``serve`` are all configured: what else keeps memory
+    there belongs to an earlier one, and ends.
     """
-    described = {pool.name: pool for pool in config.pools}
-    if config.parent_pid is None:
-        for kept in _kept_pools(directory):
+    return _Builder(config, directory, watcher).build()
+
+
+class _Builder:
+    """The steps of :func:`build_registry`, in order."""
+
+    def __init__(self, config: AllocatorConfig, directory: RuntimeDir, watcher: Watcher) -> None:
+        self._config = config
+        self._directory = directory
+        self._watcher = watcher
+        self._epoch = 0
+
+    def build(self) -> tuple[Registry, int]:
+        described = self._described()
+        kept = [(pool, *self._shards(pool)) for pool in described.values()]
+        tables = {pool.name: self._recovered(pool, uuid) for pool, _, uuid in kept}
+        created = self._created_by_clients(set(described))
+        before = [table.epoch for table in (*tables.values(), *created) if table is not None]
+        # Random at first, so that no message of an earlier allocator's client can carry it by chance.
+        self._epoch = max(before) + 1 if before else int.from_bytes(os.urandom(6), "little") or 1
+        pools = [self._pool(pool, shards, uuid, tables[pool.name]) for pool, shards, uuid in kept]
+        pools += [self._restored(table.path.stem, table) for table in created]
+        return Registry(pools, self.make_pool, self._watcher), self._epoch
+
+    def make_pool(self, name: str, slots: int) -> Pool:
+        """The allocator-only pool that a client asks for; it ends with its last session."""
+        return self._new_pool(PoolConfig(name, slots), (), os.urandom(16), created_by_client=True)
+
+    def _described(self) -> dict[str, PoolConfig]:
+        described = {pool.name: pool for pool in self._config.pools}
+        if self._config.parent_pid is not None:
+            return described
+        for kept in _kept_pools(self._directory):
             named = described.get(kept.name)
             if named is not None and named.slots != kept.slots:
                 raise GeometryMismatch(
                     f"pool {kept.name}, slots: expected {named.slots}, its keepers have {kept.slots}"
                 )
             described[kept.name] = kept
-    pools = [_pool_with_shards(pool, directory, config, epoch) for pool in described.values()]
+        return described
 
-    def make_pool(name: str, slots: int) -> Pool:
-        return _new_pool(
-            PoolConfig(name, slots), (), os.urandom(16), directory, config, epoch, ends_with_last_session=True
+    def _shards(self, pool: PoolConfig) -> tuple[tuple[Shard, ...], bytes | None]:
+        """A pool's shards, whose keepers are looked after, and the name of this very memory."""
+        shards = []
+        for rank in range(pool.shards):
+            descriptor = _describe(self._directory, pool.name, rank)
+            _compare(pool, descriptor)
+            lock = WatchedLock(keeper_lock_name(pool.name, rank), self._directory.keeper_lock(pool.name, rank))
+            self._watcher.watch_process(lock, descriptor.pid)
+            shards.append(Shard(self._directory.keeper_socket(pool.name, rank).name, descriptor.uuid))
+        if not shards:
+            return (), None
+        # One name for all shards of this moment: a table of other shards' slots is not this pool's.
+        return tuple(shards), hashlib.blake2b(b"".join(s.uuid for s in shards), digest_size=16).digest()
+
+    def _recovered(self, pool: PoolConfig, uuid: bytes | None) -> SlotTableWriter | None:
+        path = self._directory.slot_table(pool.name)
+        if not os.path.lexists(path):
+            return None
+        if self._config.fresh and uuid is not None:
+            # The keepers were started just now: whatever was held is gone with the memory before.
+            return None
+        return recover_table(path, pool.slots, _digest(pool), uuid)
+
+    def _created_by_clients(self, described: set[str]) -> list[SlotTableWriter]:
+        """Tables of allocator-only pools that clients made and still use."""
+        found = []
+        for path in sorted(self._directory.path.glob("*.table")):
+            if path.stem in described or not POOL_NAME.fullmatch(path.stem):
+                continue
+            try:
+                table = SlotTableWriter.recover(path)
+            except MambaPoolError as error:
+                _log.warning("left alone: %s", error)
+                continue
+            if table.created_by_client:
+                found.append(table)
+        return found
+
+    def _pool(
+        self, pool: PoolConfig, shards: tuple[Shard, ...], uuid: bytes | None, table: SlotTableWriter | None
+    ) -> Pool:
+        if table is None:
+            return self._new_pool(pool, shards, uuid or os.urandom(16), created_by_client=False)
+        return self._restored(pool.name, table, pool.geometry, shards)
+
+    def _new_pool(
+        self, pool: PoolConfig, shards: tuple[Shard, ...], uuid: bytes, *, created_by_client: bool
+    ) -> Pool:
+        table = SlotTableWriter.create(
+            self._directory.slot_table(pool.name),
+            TableLayout(pool.slots, self._config.max_sessions),
+            uuid=uuid,
+            digest=_digest(pool),
+            epoch=self._epoch,
+            created_by_client=created_by_client,
+        )
+        return self._make(pool.name, table, pool.geometry, shards)
+
+    def _restored(
+        self,
+        name: str,
+        table: SlotTableWriter,
+        geometry: Geometry | None = None,
+        shards: tuple[Shard, ...] = (),
+    ) -> Pool:
+        pool = self._make(name, table, geometry, shards)
+        restore(pool, self._watcher, time.monotonic())
+        # Last: a client that sees it finds everything there.
+        table.epoch = self._epoch
+        return pool
+
+    def _make(
+        self, name: str, table: SlotTableWriter, geometry: Geometry | None, shards: tuple[Shard, ...]
+    ) -> Pool:
+        return pool_class()(
+            name,
+            table,
+            table.uuid,
+            geometry,
+            shards,
+            ends_with_last_session=table.created_by_client,
+            max_waiters=self._config.max_waiters,
         )
 
-    return Registry(pools, make_pool)
+
+def keeper_lock_name(pool: str, rank: int) -> bytes:
+    """What the watcher calls a keeper's lock; no lease has so long a name."""
+    return f"keeper of pool {pool}, rank {rank}".encode()
+
+
+def _digest(pool: PoolConfig) -> bytes:
+    return pool.geometry.digest if pool.geometry else bytes(16)
 
 
 def _kept_pools(directory: RuntimeDir) -> list[PoolConfig]:
@@ -63,42 +187,6 @@ def _kept_pools(directory: RuntimeDir) -> list[PoolConfig]:
             raise
         kept[match["pool"]] = PoolConfig(match["pool"], shard.slots, shard.geometry, shard.tp_size)
     return list(kept.values())
-
-
-def _pool_with_shards(pool: PoolConfig, directory: RuntimeDir, config: AllocatorConfig, epoch: int) -> Pool:
-    shards = []
-    for rank in range(pool.shards):
-        descriptor = _describe(directory, pool.name, rank)
-        _compare(pool, descriptor)
-        shards.append(Shard(directory.keeper_socket(pool.name, rank).name, descriptor.uuid))
-    # One name for all shards of this moment: a table of other shards' slots is not this pool's.
-    uuid = hashlib.blake2b(b"".join(shard.uuid for shard in shards), digest_size=16).digest()
-    return _new_pool(
-        pool,
-        tuple(shards),
-        uuid if shards else os.urandom(16),
-        directory,
-        config,
-        epoch,
-        ends_with_last_session=False,
-    )
-
-
-def _new_pool(
-    pool: PoolConfig,
-    shards: tuple[Shard, ...],
-    uuid: bytes,
-    directory: RuntimeDir,
-    config: AllocatorConfig,
-    epoch: int,
-    *,
-    ends_with_last_session: bool,
-) -> Pool:
-    digest = pool.geometry.digest if pool.geometry else bytes(16)
-    layout = TableLayout(pool.slots, config.max_sessions)
-    table = SlotTableWriter(directory.slot_table(pool.name), layout, uuid=uuid, digest=digest, epoch=epoch)
-    make = pool_class()
-    return make(pool.name, table, uuid, pool.geometry, shards, ends_with_last_session=ends_with_last_session)
 
 
 def _describe(directory: RuntimeDir, pool: str, rank: int) -> ShardDescriptor:

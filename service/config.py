@@ -60,7 +60,10 @@ class AllocatorConfig:
     dir: Path
     pools: tuple[PoolConfig, ...] = ()
     max_sessions: int = 1024
+    max_waiters: int = 1024
     parent_pid: int | None = None
+    #: The keepers were started with this allocator: a slot table of memory before theirs is of no use.
+    fresh: bool = False
 
     def __post_init__(self) -> None:
         names = [pool.name for pool in self.pools]
@@ -71,15 +74,15 @@ class AllocatorConfig:
             raise ConfigError(f"max_sessions {self.max_sessions}: expected 1 to 65536")
 
     def to_json(self) -> str:
-        fields = {"dir": str(self.dir), "max_sessions": self.max_sessions, "parent_pid": self.parent_pid}
-        return json.dumps({**fields, "pools": [pool.to_wire() for pool in self.pools]})
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        return json.dumps({**fields, "dir": str(self.dir), "pools": [pool.to_wire() for pool in self.pools]})
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         """The inverse of :meth:`to_json`; anything else is a :class:`ConfigError`."""
         try:
             value = json.loads(text)
-            pools = tuple(PoolConfig.from_wire(pool) for pool in value["pools"])
-            return cls(Path(value["dir"]), pools, value["max_sessions"], value["parent_pid"])
-        except (KeyError, TypeError, ValueError) as error:
+            pools = tuple(PoolConfig.from_wire(pool) for pool in value.pop("pools"))
+            return cls(Path(value.pop("dir")), pools, **value)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"not the configuration of an allocator: {error}") from error

@@ -40,13 +40,44 @@ class WatchedLock:
             self._path.unlink()
 
 
+class Lock(Protocol):
+    """The lock of a process that may have died."""
+
+    name: bytes
+
+    def is_held(self) -> bool:
+        """Whether the process that took it still lives."""
+
+    def close(self) -> None:
+        """Look no more."""
+
+    def remove(self) -> None:
+        """Look no more, and unlink the file: its process is dead."""
+
+
+class ReleasedLock:
+    """The lock of a process that died while nobody looked; its file may be gone."""
+
+    def __init__(self, name: bytes) -> None:
+        self.name = name
+
+    def is_held(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+    def remove(self) -> None:
+        pass
+
+
 class Leases(Protocol):
     """Who looks after leases; in the daemon the :class:`~mambapool.service.watcher.Watcher`."""
 
-    def open(self, name: bytes) -> WatchedLock:
+    def open(self, name: bytes) -> Lock:
         """Look after this lease from now on; :class:`ProtocolError` unless somebody holds it."""
 
-    def forget(self, lease: WatchedLock, *, dead: bool) -> None:
+    def forget(self, lease: Lock, *, dead: bool) -> None:
         """Its session is gone; ``dead``: nobody is left to remove its file."""
 
 

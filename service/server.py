@@ -22,13 +22,15 @@ from typing import Any
 import zmq
 from zmq.backend import Socket as BackendSocket
 
+from mambapool.pool import protocol
 from mambapool.pool.errors import AllocatorAlreadyRunning, RuntimeDirError
 from mambapool.pool.process_lock import ProcessLock
 from mambapool.pool.runtime_dir import RuntimeDir, check_socket_path
 from mambapool.pool.version import VERSION
-from mambapool.service.build import build_registry
+from mambapool.service.build import build_registry, keeper_lock_name
 from mambapool.service.config import AllocatorConfig
 from mambapool.service.dispatcher import Dispatcher
+from mambapool.service.watcher import Watcher
 
 _log = logging.getLogger("mambapool.allocator")
 
@@ -51,6 +53,10 @@ MAX_MESSAGE_BYTES = 2**30
 #: SIGTERM: what is queued is answered for at most this long.
 DRAIN_S = 0.5
 
+# How the watcher's thread reaches the loop: the same socket, so that the loop waits for one thing only.
+_CONTROL_ENDPOINT = "inproc://control"
+_CONTROL_ID = b"watcher"
+
 #: How long ``serve``'s allocator waits for the orphan of a ``serve`` that was killed.
 ORPHAN_WAIT_S = 2.0
 
@@ -66,18 +72,19 @@ def run_allocator(config: AllocatorConfig, announce: Callable[[dict[str, Any]], 
     wait_s = ORPHAN_WAIT_S if config.parent_pid is not None else 0.0
     ProcessLock(directory.allocator_lock, "allocator", wait_s=wait_s)
     directory.ready.unlink(missing_ok=True)
-    # Random, so that no message of an earlier allocator's client can carry it by chance.
-    epoch = int.from_bytes(os.urandom(6), "little") or 1
-    registry = build_registry(config, directory, epoch)
 
     def header() -> dict[str, Any]:
         return {"uptime_s": round(time.monotonic() - started, 3)}
 
-    server = Server(Dispatcher(epoch, registry, status_header=header), config.parent_pid)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, server.on_signal)
-    server.bind(directory)
+    server = Server(config.parent_pid)
+    watcher = Watcher(directory, server.notify)
     try:
+        registry, epoch = build_registry(config, directory, watcher)
+        server.dispatcher = Dispatcher(epoch, registry, status_header=header)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, server.on_signal)
+        server.bind(directory)
+        watcher.start()
         ready = {
             "pid": os.getpid(),
             "epoch": epoch,
@@ -94,6 +101,7 @@ def run_allocator(config: AllocatorConfig, announce: Callable[[dict[str, Any]], 
         server.run()
     finally:
         directory.ready.unlink(missing_ok=True)
+        watcher.close()
         server.close()
         directory.allocator_socket.unlink(missing_ok=True)
     _log.info("ended: %d messages, %d malformed", server.messages, server.dispatcher.malformed)
@@ -102,8 +110,9 @@ def run_allocator(config: AllocatorConfig, announce: Callable[[dict[str, Any]], 
 class Server:
     """Moves messages between the ROUTER socket and the dispatcher."""
 
-    def __init__(self, dispatcher: Dispatcher, parent_pid: int | None) -> None:
-        self.dispatcher = dispatcher
+    dispatcher: Dispatcher
+
+    def __init__(self, parent_pid: int | None) -> None:
         self.messages = 0
         self.replies_dropped = 0
         self._parent_pid = parent_pid
@@ -118,6 +127,16 @@ class Server:
         router.maxmsgsize = MAX_MESSAGE_BYTES
         # Without it a reply to a client whose pipe is full vanishes without a word.
         router.router_mandatory = True
+        # Before anybody else can come: who has this routing id has it for good.
+        router.bind(_CONTROL_ENDPOINT)
+        self._control: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self._control.linger = 0
+        self._control.routing_id = _CONTROL_ID
+        self._control.connect(_CONTROL_ENDPOINT)
+
+    def notify(self, lock_name: bytes, how: str) -> None:
+        """From the watcher's thread, and from no other: a lock that it watches was released."""
+        self._control.send(protocol.pack((lock_name, how)))
 
     def on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self._stopping = True
@@ -152,6 +171,7 @@ class Server:
 
     def close(self) -> None:
         # Replies just sent are still with the I/O thread: give them the time that a reader may take.
+        self._control.close(linger=0)
         self._socket.close(linger=100)
         self._context.term()
 
@@ -165,15 +185,36 @@ class Server:
         # As a frame, for `more`: without that look one stray frame puts every later reply out of step.
         frame = router.recv(copy=False)
         self.messages += 1
+        if identity == _CONTROL_ID and _peer_address(frame) is None:
+            self._lock_released(*protocol.unpack(frame.bytes, MAX_MESSAGE_BYTES))
+            return True
         if frame.more:
             reply: bytes | None = self._refuse_frames()
         elif len(frame) > self.dispatcher.registry.max_body_bytes:
             reply = self.dispatcher.answer_malformed(f"a message of {len(frame)} bytes is too long")
         else:
-            reply = self.dispatcher.handle(identity, frame.bytes, lambda: _peer_address(frame))
+            reply = self.dispatcher.handle(identity, frame.bytes, lambda: _peer_address(frame), time.monotonic())
         if reply is not None:
             self._send(identity, reply)
+        self._send_outbox()
         return True
+
+    def _lock_released(self, name: bytes, how: str) -> None:
+        """What a death means: a client's slots come back, a keeper's pool is lost."""
+        for pool in list(self.dispatcher.registry.pools.values()):
+            for rank in range(len(pool.shards)):
+                if name == keeper_lock_name(pool.name, rank):
+                    self.dispatcher.registry.lose(pool.name, f"the {name.decode()} died ({how})")
+                    return
+        self.dispatcher.lease_released(name, how)
+        self._send_outbox()
+
+    def _send_outbox(self) -> None:
+        outbox = self.dispatcher.outbox
+        if outbox:
+            for identity, reply in outbox:
+                self._send(identity, reply)
+            outbox.clear()
 
     def _refuse_frames(self) -> bytes:
         frames = 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mambapool.pool.errors import AllocatorUnavailable, ProtocolError
-from mambapool.service.leases import WatchedLock
+from mambapool.service.leases import Lock
 from mambapool.service.ledger import Ids
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Session:
 
     number: int
     row: int  # in the slot table
-    lease: WatchedLock
+    lease: Lock
     name: str
     pid: int
     rank: int

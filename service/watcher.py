@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from mambapool.pool.errors import RuntimeDirError
 from mambapool.pool.runtime_dir import RuntimeDir, check_socket_path
-from mambapool.service.leases import WatchedLock, open_lease
+from mambapool.service.leases import Lock, WatchedLock, open_lease
 
 _log = logging.getLogger("mambapool.allocator")
 
@@ -96,7 +96,7 @@ class Watcher:
             self._processes[pidfd] = lock.name
             self._epoll.register(pidfd, select.EPOLLIN)
 
-    def forget(self, lease: WatchedLock, *, dead: bool) -> None:
+    def forget(self, lease: Lock, *, dead: bool) -> None:
         """From the loop's thread: its session is gone. The file of a dead one is removed, too."""
         with self._lock:
             self._leases.pop(lease.name, None)

@@ -1,0 +1,131 @@
+"""What an allocator takes over from the one before it: the slot table, and the sessions that still live.
+
+``docs/recovery.md`` has the durable fields and the write order that this relies on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+from mambapool.pool.errors import GeometryMismatch, MambaPoolError, ProtocolError, RuntimeDirError
+from mambapool.service.leases import Leases, Lock, ReleasedLock
+from mambapool.service.ledger import Ids, Ledger
+from mambapool.service.pools import Offer, Pool
+from mambapool.service.sessions import GUARANTEE_REQUEST, Session, SessionRows
+from mambapool.service.table_writer import SessionRow, SlotTableWriter
+
+_log = logging.getLogger("mambapool.allocator")
+
+
+def recover_table(path: Path, slots: int, digest: bytes, uuid: bytes | None) -> SlotTableWriter:
+    """The table of a pool of that description, with the change finished that a crash cut off.
+
+    ``uuid`` is the memory's, None for an allocator-only pool. Any difference is refused with what to do.
+    """
+    try:
+        table = SlotTableWriter.recover(path)
+    except MambaPoolError as error:
+        raise RuntimeDirError(f"cannot take over the slot table: {error}; remove it if nobody needs it") from error
+    if table.layout.slots != slots:
+        raise GeometryMismatch(
+            f"the slot table {path} has {table.layout.slots} slots, the pool {slots}: start with --slots "
+            f"{table.layout.slots}, or remove the table if nobody needs it"
+        )
+    if table.digest != digest:
+        raise GeometryMismatch(f"the slot table {path} is of another geometry: remove it if nobody needs it")
+    if uuid is not None and table.uuid != uuid:
+        raise RuntimeDirError(
+            f"the slot table {path} belongs to memory that is gone (its keepers were started anew): remove it"
+        )
+    return table
+
+
+def restore(pool: Pool, leases: Leases, now: float) -> None:
+    """Fill a pool whose table was recovered: list, sessions and offers; the dead are buried at once."""
+    table = pool.table
+    holders = (table.owners >> np.uint64(8)).astype(np.int32)
+    pool.ledger = Ledger.restore(holders, table.orders, table.generations)
+    rows = table.sessions()
+    pool.rows = SessionRows(table.layout.max_sessions, [row.row for row in rows])
+    dead = []
+    for row in rows:
+        session, lives = _session(pool, row, leases, now)
+        session.held = int(np.count_nonzero(holders == row.number))
+        pool.sessions[session.number] = session
+        if not lives:
+            dead.append(session)
+    _restore_answers(pool)
+    _restore_offers(pool)
+    table.set_waiting(0)
+    for session in dead:
+        freed = pool.detach(session)
+        leases.forget(session.lease, dead=True)
+        _log.info(
+            "session %d (%s, pid %d) died while no allocator ran: %d slots freed",
+            session.number,
+            session.name,
+            session.pid,
+            len(freed),
+        )
+    pool.check()
+    held = sum(session.held for session in pool.sessions.values())
+    _log.info("pool %s taken over: %d sessions hold %d slots", pool.name, len(pool.sessions), held)
+
+
+def _session(pool: Pool, row: SessionRow, leases: Leases, now: float) -> tuple[Session, bool]:
+    lease: Lock
+    try:
+        lease, lives = leases.open(row.lease), True
+    except ProtocolError:
+        lease, lives = ReleasedLock(row.lease), False
+    session = Session(
+        number=row.number,
+        row=row.row,
+        lease=lease,
+        name=row.name,
+        pid=row.pid,
+        rank=row.rank,
+        pool=pool,
+        limit=row.limit,
+        guarantee=row.guarantee,
+        heard=now,
+        applied=row.applied,
+        window=row.window,
+    )
+    return session, lives
+
+
+def _restore_answers(pool: Pool) -> None:
+    """Per session and request what is still held by it, in the order in which it was granted.
+
+    A reply that did not arrive is among them whole: its client could not free what it does not know of.
+    """
+    table = pool.table
+    held = np.flatnonzero(table.owners)
+    held = held[np.argsort(table.orders[held], kind="stable")]
+    found: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for slot, owner, request in zip(held, table.owners[held], table.requests[held], strict=True):
+        found[int(owner) >> 8, int(request)].append(int(slot))
+    for (number, request), slots in found.items():
+        session = pool.sessions[number]
+        if not (session.guarantee and request == GUARANTEE_REQUEST):
+            session.recovered[request] = np.array(slots, np.int32)
+
+
+def _restore_offers(pool: Pool) -> None:
+    """One offer per giver and receiver: which calls they came from is not known any more."""
+    table = pool.table
+    offered = np.flatnonzero(table.offers)
+    found: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for slot in offered[np.argsort(table.orders[offered], kind="stable")]:
+        found[int(table.owners[slot]) >> 8, int(table.offers[slot])].append(int(slot))
+    for (giver, receiver), slots in found.items():
+        ids: Ids = np.array(slots, np.int32)
+        session = pool.sessions[giver]
+        pool.ledger.offer(ids, giver)
+        session.offered += len(ids)
+        pool.offers.append(Offer(session, receiver, ids))
