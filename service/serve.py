@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -126,13 +127,22 @@ def _remove_left_over(directory: RuntimeDir, pools: tuple[PoolConfig, ...]) -> N
     for pool in pools:
         for rank in range(pool.shards):
             if _has_ended(directory.keeper_lock(pool.name, rank)):
-                _remove_if(directory.keeper_socket(pool.name, rank), Path.is_socket)
+                _remove_if(directory.keeper_socket(pool.name, rank), _is_dead_socket)
     if not _has_ended(directory.allocator_lock):
         return
     _remove_if(directory.ready, Path.is_file)
-    _remove_if(directory.allocator_socket, Path.is_socket)
+    _remove_if(directory.allocator_socket, _is_dead_socket)
     for table in directory.path.glob("*.table"):
         _remove_if(table, _is_slot_table)
+
+
+def _is_dead_socket(path: Path) -> bool:
+    """Nobody listens to it any more."""
+    if not path.is_socket():
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        return probe.connect_ex(str(path)) == errno.ECONNREFUSED
 
 
 def _is_slot_table(path: Path) -> bool:

@@ -6,6 +6,7 @@ recovery would find it.
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -293,7 +294,10 @@ class PoolHistory(RuleBasedStateMachine):
     def free(self, place: int, pick: Pick, op: int) -> None:
         session = self._session(place)
         slots = self._held(session, pick)
-        assert self._post(session, op, protocol.pack_ids(array(slots)) if slots or op == protocol.FREE else None) is None
+        assert (
+            self._post(session, op, protocol.pack_ids(array(slots)) if slots or op == protocol.FREE else None)
+            is None
+        )
         self.model.give_back(slots)
         if op == protocol.END:
             session.window = 0
@@ -370,9 +374,10 @@ class PoolHistory(RuleBasedStateMachine):
     @rule(place=who)
     def nonsense(self, place: int) -> None:
         session = self._session(place)
-        client = session.client
-        assert self._send(session, client.body(protocol.ALLOC, 0, None))[2] == MALFORMED
-        assert self._send(session, client.body(protocol.ALLOC, 1, None, epoch=EPOCH + 1))[2] == WRONG_EPOCH
+        header = {"id": 9_999, "posted": session.applied}
+        body = session.client.body
+        assert self._send(session, body(protocol.ALLOC, 0, None, **header))[2] == MALFORMED
+        assert self._send(session, body(protocol.ALLOC, 1, None, **header, epoch=EPOCH + 1))[2] == WRONG_EPOCH
         stranger = Connection(self.dispatcher, b"stranger")
         assert stranger.ask(protocol.ALLOC, session.number, 9_999, EPOCH, 0, 0, 1, None)[2] == UNKNOWN_SESSION
 
@@ -439,8 +444,14 @@ def array(slots: Iterable[int]) -> protocol.Ids:
     return np.array(list(slots), np.int32)
 
 
+@pytest.fixture(autouse=True)
+def _no_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of refusals are told here on purpose."""
+    monkeypatch.setattr(logging.getLogger("mambapool.allocator"), "disabled", True)
+
+
 def test_the_ledger_does_what_a_list_would_do() -> None:
-    steps_of(LedgerHistory, histories=100, steps=50)
+    steps_of(LedgerHistory, histories=120, steps=50)
     assert LedgerHistory.steps >= 5_000
 
 
