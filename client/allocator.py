@@ -15,9 +15,9 @@ from mambapool.client.record import Record
 from mambapool.client.slot_tensors import SlotTensors
 from mambapool.client.transport import Transport
 from mambapool.pool import protocol
-from mambapool.pool.errors import AllocatorUnavailable, MambaPoolError
+from mambapool.pool.errors import AllocatorUnavailable, MambaPoolError, PoolLost
 from mambapool.pool.index_tensors import slot_ids
-from mambapool.pool.slot_table import H_FREE_COUNT, S_APPLIED, SlotTableReader
+from mambapool.pool.slot_table import H_FREE_COUNT, H_LOST, H_WAITING, S_APPLIED
 
 
 class SlotAllocator:
@@ -31,15 +31,8 @@ class SlotAllocator:
     views: clone one before writing into it.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        table: SlotTableReader,
-        row: int,
-        device: torch.device | str,
-        *,
-        debug: bool = False,
-    ) -> None:
+    def __init__(self, transport: Transport, device: torch.device | str, *, debug: bool = False) -> None:
+        table = transport.table
         #: Slots of the pool; ids are 1..size.
         self.size = table.layout.slots
         #: Where slot tensors live, as it was given.
@@ -49,8 +42,11 @@ class SlotAllocator:
         self._refusals = transport.refusals
         self._table = table
         self._table_items = table.items
-        self._row = row
-        self._applied = table.layout.session(row) + S_APPLIED
+        self._row = transport.session["row"]
+        self._applied = table.layout.session(self._row) + S_APPLIED
+        self._limit = min(transport.session["limit"], self.size)
+        #: How often clear() was called: an alloc that waited over one does not know what it has.
+        self._clears = 0
         self._tensors = SlotTensors(self.size, torch.device(device))
         self._cached = self._tensors.cached
         self._record = Record(table, transport.number)
@@ -75,11 +71,13 @@ class SlotAllocator:
     def available_size(self) -> int:
         """How many slots an ``alloc`` could get now; no message: read from the slot table.
 
-        Free slots, and those that this client has given back and the allocator has not yet applied.
+        Free slots, and those that this client has given back and the allocator has not yet applied; within its
+        limit. 0 while somebody waits for slots: they are theirs first.
         """
-        if self._posted or self._freed_inside or self._unusable or self._refusals:
+        if self._posted or self._freed_inside or self._unusable or self._refusals or self._limit < self.size:
             return self._available_with_pending()
-        return self._table_items[H_FREE_COUNT]
+        items = self._table_items
+        return 0 if items[H_WAITING] else items[H_FREE_COUNT]
 
     def schedulable_available_size(self) -> int:
         """The same number: this pool is static, as SGLang's is."""
@@ -93,15 +91,16 @@ class SlotAllocator:
         """
         with self._calls:
             self._check_usable()
-            free = self._transport.settle(self._table, self._row)
+            free = self._transport.settle()
             with self._lock:
                 ids = np.concatenate((free, np.array(self._freed_inside, np.int64)))
         return torch.from_numpy(ids).to(self.device)
 
-    def alloc(self, need_size: SupportsIndex) -> torch.Tensor | None:
+    def alloc(self, need_size: SupportsIndex, timeout: float | None = None) -> torch.Tensor | None:
         """``need_size`` slots as an int64 tensor of shape ``(need_size,)``, or None: not so many are free.
 
-        ``alloc(1)`` inside a window costs no message; everything else is one round trip.
+        ``alloc(1)`` inside a window costs no message; everything else is one round trip. With ``timeout`` it
+        waits so many seconds for slots, first come, first served; while somebody waits, nobody overtakes.
         """
         if need_size == 1:
             try:
@@ -111,7 +110,7 @@ class SlotAllocator:
             else:
                 self._marks[slot] = 1
                 return self._cached[slot]
-        return self._alloc_by_message(need_size)
+        return self._alloc_by_message(need_size, timeout)
 
     def alloc_group_begin(self, num_reqs: SupportsIndex, partial: bool = False) -> None:
         """Open a window of ``num_reqs`` slots, which ``alloc(1)`` then drains without messages.
@@ -119,7 +118,7 @@ class SlotAllocator:
         All or nothing, unless ``partial``: then as many as there are. When nothing comes, no window is open
         and ``alloc`` asks one by one. The rest of a window that is still open is given back first.
         """
-        count = _whole_number(num_reqs)
+        count = whole_number(num_reqs)
         with self._calls:
             self._check_usable()
             if count == 0:
@@ -150,19 +149,17 @@ class SlotAllocator:
         raised at this client's next call.
         """
         slot = self._slot_of(free_index)
-        slots = [slot] if slot >= 0 else slot_ids(free_index, size=self.size, what="free")
+        slots = [slot] if slot >= 0 else slot_ids(free_index, size=self._largest_id(), what="free")
         if self._unusable is not None or self._refusals:
             self._check_usable()
         if not slots:
             return
         with self._lock:
             self._record.give_back(slots)
-            if self._window_open:
-                self._freed_inside += slots
-                return
-            self._posted.append(protocol.FREE, _packed(slots), len(slots))
-        self._transport.flush()
-        self._posted.forget_applied(self._table_items[self._applied])
+            self._take_back(slots)
+        if self._posted:
+            self._transport.flush()
+            self._posted.forget_applied(self._table_items[self._applied])
 
     def clear(self) -> None:
         """Free everything that this client holds, and nothing of anybody else; ends its window.
@@ -171,11 +168,12 @@ class SlotAllocator:
         """
         with self._calls:
             self._check_usable()
-            unused = _drain(self._window)
+            unused = drain(self._window)
             with self._lock:
                 count = self._record.clear() + len(self._freed_inside) + len(unused)
                 self._freed_inside = []
                 self._window_open = False
+                self._clears += 1
                 self._posted.append(protocol.CLEAR, None, count)
             self._transport.flush()
 
@@ -186,8 +184,32 @@ class SlotAllocator:
         # In a forked child the old one may be held by a thread that exists in the parent only.
         self._calls = _Turn(self._transport)
 
-    def _alloc_by_message(self, need_size: SupportsIndex) -> torch.Tensor | None:
-        count = _whole_number(need_size)
+    def hold(self, slots: list[int]) -> torch.Tensor:
+        """These became this client's by a transfer: as the tensor that ``alloc`` would return."""
+        with self._lock:
+            self._record.hold(slots)
+        return torch.tensor(slots, dtype=torch.int64, device=self.device)
+
+    def offer(self, slots: list[int]) -> None:
+        """These are offered to another session: not to be freed from now on."""
+        self._check_usable()
+        with self._lock:
+            self._record.offer(slots)
+
+    def _largest_id(self) -> int:
+        return self.size
+
+    def _take_back(self, slots: list[int]) -> None:
+        """Under the lock: freed slots, in call order, on their way to the allocator."""
+        if self._window_open:
+            self._freed_inside += slots
+        else:
+            self._posted.append(protocol.FREE, packed(slots), len(slots))
+
+    def _alloc_by_message(self, need_size: SupportsIndex, timeout: float | None) -> torch.Tensor | None:
+        count = whole_number(need_size)
+        if timeout is not None and timeout > 0:
+            return self._alloc_in_turn(count, timeout)
         with self._calls:
             self._check_usable()
             if count == 0:
@@ -196,17 +218,41 @@ class SlotAllocator:
                 return None
             with self._lock:
                 carried = self._post_freed(protocol.FREE)
-            reply = self._ask(protocol.ALLOC, carried, count)
-            if reply[2] == protocol.NONE:
-                return None
-            slots = reply[3]
-            if type(slots) is int:
-                self._marks[slots] = 1
-                return self._tensors.get(slots)
-            ids = protocol.unpack_ids(slots)
-            with self._lock:
-                self._record.hold(ids.tolist())
-            return torch.from_numpy(ids.astype(np.int64)).to(self.device)
+            reply = self._ask(protocol.ALLOC, carried, count, False)
+            return self._granted(reply)
+
+    def _alloc_in_turn(self, count: int, timeout: float) -> torch.Tensor | None:
+        """Not under the lock of calls: other threads free, and so on, while this one waits."""
+        self._check_usable()
+        if not 0 < count <= self.size:
+            return None if count else torch.empty(0, dtype=torch.int64, device=self.device)
+        with self._lock:
+            clears = self._clears
+            carried = self._post_freed(protocol.FREE)
+        frees = None if carried is None else carried.argument
+        reply = self._transport.call_and_wait(protocol.ALLOC, count, frees, True, frees=carried, wait=timeout)
+        if reply is None:
+            self._check_usable()
+            return None
+        with self._lock:
+            if clears == self._clears:
+                return self._granted(reply, locked=True)
+        # A clear() went by: whether before the grant or after it, nobody here can tell.
+        self._transport.post(protocol.CANCEL, reply[0], 0)
+        return None
+
+    def _granted(self, reply: list[Any], *, locked: bool = False) -> torch.Tensor | None:
+        """What a reply hands out, entered in the record."""
+        if reply[2] == protocol.NONE:
+            return None
+        slots = reply[3]
+        if type(slots) is int:
+            self._marks[slots] = 1
+            return self._tensors.get(slots)
+        ids = protocol.unpack_ids(slots)
+        with contextlib.nullcontext() if locked else self._lock:
+            self._record.hold(ids.tolist())
+        return torch.from_numpy(ids.astype(np.int64)).to(self.device)
 
     def _ask(self, op: int, carried: Posted | None, count: int, *more: Any) -> list[Any]:
         """A request that carries along what was freed; raises what the allocator refused before it."""
@@ -226,7 +272,7 @@ class SlotAllocator:
     def _close_window(self, op: int) -> Posted | None:
         """Post what goes back with it: frees in call order, then the unused rest. That is SGLang's order."""
         # Taken one by one: a thread in alloc(1) may still have the list, and each pop goes to one of us.
-        unused = _drain(self._window)
+        unused = drain(self._window)
         with self._lock:
             self._freed_inside += unused
             self._window_open = False
@@ -237,13 +283,19 @@ class SlotAllocator:
         freed, self._freed_inside = self._freed_inside, []
         if not freed and op == protocol.FREE:
             return None
-        return self._posted.append(op, _packed(freed) if freed else None, len(freed))
+        return self._posted.append(op, packed(freed) if freed else None, len(freed))
 
     def _available_with_pending(self) -> int:
         self._check_usable()
         with self._lock:
             applied, free = self._table.applied_and_free(self._row)
-            return free + self._posted.forget_applied(applied) + len(self._freed_inside)
+            pending = self._posted.forget_applied(applied) + len(self._freed_inside)
+            if self._table_items[H_WAITING]:
+                return 0
+            if self._limit == self.size:
+                return free + pending
+            held = self._record.count() + len(self._window)
+            return max(min(free + pending, self._limit - held), 0)
 
     def _slot_of(self, value: object) -> int:
         """The slot, if ``value`` is one of our slot tensors or a view of one; read from its address."""
@@ -260,6 +312,8 @@ class SlotAllocator:
         if (reason := self._unusable) is not None:
             # A new one each time: an exception that is raised again keeps the frames of every raise.
             raise type(reason)(*reason.args)
+        if self._table_items[H_LOST]:
+            raise PoolLost("the memory of this pool is gone, its keeper died: connect again when it is back")
         if self._refusals:
             with contextlib.suppress(IndexError):  # another thread raises it
                 raise self._refusals.pop(0)
@@ -284,18 +338,27 @@ class _Turn:
         self._lock.release()
 
 
-def _whole_number(value: SupportsIndex) -> int:
+def whole_number(value: SupportsIndex) -> int:
+    """A count of slots: a ``TypeError`` or ``ValueError`` unless it is a whole number of at least 0."""
     count = operator.index(value)
     if count < 0:
         raise ValueError(f"{count} slots: expected 0 or more")
     return count
 
 
-def _packed(slots: list[int]) -> int | bytes:
-    return slots[0] if len(slots) == 1 else np.array(slots, "<i4").tobytes()
+def packed(slots: list[int]) -> int | bytes:
+    """Slots as a message carries them."""
+    first: int = slots[0]
+    return first if len(slots) == 1 else packed_ids(slots)
 
 
-def _drain(window: list[int]) -> list[int]:
+def packed_ids(slots: list[int]) -> bytes:
+    ids: bytes = np.array(slots, "<i4").tobytes()
+    return ids
+
+
+def drain(window: list[int]) -> list[int]:
+    """Take what is left of a window, next one first; a thread in alloc(1) may take some, too."""
     rest = []
     try:
         while True:

@@ -11,8 +11,14 @@ from mambapool.pool.slot_table import SlotTableReader
 SMALL_BATCH = 32
 
 
+HELD = 1
+OFFERED = 2
+
+
 class Record:
-    """One byte per slot: 1 while it was handed to the caller and not freed. The caller of its methods locks.
+    """One byte per slot: 1 while the caller has it, 2 while it is on offer to another session, else 0.
+
+    The caller of its methods locks.
 
     ``marks[slot] = 1`` is one atomic store under the GIL, which is why the path of alloc(1) needs no lock.
     """
@@ -33,28 +39,56 @@ class Record:
 
     def give_back(self, slots: list[int]) -> None:
         """These, distinct and in range, come back; refused whole if the caller does not hold them all."""
-        marks = self.marks
-        if len(slots) <= SMALL_BATCH:
-            held = all(marks[slot] for slot in slots)
-            if held:
-                for slot in slots:
-                    marks[slot] = 0
-        else:
-            held = bool(self._view[slots].all())
-            if held:
-                self._view[slots] = 0
-        if not held:
-            self.refuse(slots)
+        self._change(slots, 0)
+
+    def offer(self, slots: list[int]) -> None:
+        """These are on offer from now on; refused whole if the caller does not hold them all."""
+        self._change(slots, OFFERED)
+
+    def count(self) -> int:
+        """How many slots the caller has, offered ones included."""
+        return len(self.marks) - self.marks.count(0)
 
     def clear(self) -> int:
         """Nothing is held any more; returns how much was."""
-        count = int(np.count_nonzero(self._view))
+        count = self.count()
         self._view[:] = 0
         return count
 
+    def held(self) -> list[int]:
+        """What the caller has, ascending."""
+        slots: list[int] = np.flatnonzero(self._view).tolist()
+        return slots
+
+    def _change(self, slots: list[int], mark: int) -> None:
+        marks = self.marks
+        if len(slots) <= SMALL_BATCH:
+            if any(marks[slot] != HELD for slot in slots):
+                self._refuse_unless_back(slots)
+            for slot in slots:
+                marks[slot] = mark
+        else:
+            if (self._view[slots] != HELD).any():
+                self._refuse_unless_back(slots)
+            self._view[slots] = mark
+
+    def _refuse_unless_back(self, slots: list[int]) -> None:
+        """An offer ends when its receiver does: then its slots are plainly ours again, the table says."""
+        for slot in slots:
+            if (
+                self.marks[slot] == OFFERED
+                and self._table.holder_of(slot) == self._session
+                and not self._table.offered_to(slot)
+            ):
+                self.marks[slot] = HELD
+        if any(self.marks[slot] != HELD for slot in slots):
+            self.refuse(slots)
+
     def refuse(self, slots: list[int]) -> None:
         """Raise what is wrong with freeing these: who has them is in the slot table."""
-        faulty = [slot for slot in slots if not self.marks[slot]]
+        faulty = [slot for slot in slots if self.marks[slot] != HELD]
+        if offered := [slot for slot in faulty if self.marks[slot] == OFFERED]:
+            raise NotHolder(f"slots {_named(offered)} are offered to another session", offered)
         holders = {slot: self._table.holder_of(slot) for slot in faulty}
         ours = (0, self._session)  # what we freed may still be on its way to the table
         if free := [slot for slot in faulty if holders[slot] in ours]:

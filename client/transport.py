@@ -11,6 +11,7 @@ import contextlib
 import os
 import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,14 +19,28 @@ import numpy.typing as npt
 import zmq
 from zmq.backend import Socket as BackendSocket
 
+from mambapool.client.lease import Lease
 from mambapool.client.posted import Posted, PostedQueue
 from mambapool.pool import protocol
 from mambapool.pool.errors import AllocatorUnavailable, MambaPoolError, ProtocolError
 from mambapool.pool.runtime_dir import RuntimeDir, check_socket_path
-from mambapool.pool.slot_table import SlotTableReader
+from mambapool.pool.slot_table import H_LOST, SlotTableReader
 
 #: Messages that wait for an allocator that does not read; beyond, posted ones stay in their queue.
 HIGH_WATER_MARK = 10_000
+
+#: A request that was not answered is sent again so often: an allocator that was restarted may know nothing of it.
+REPEAT_S = 0.5
+
+#: How often a session says that it lives when nothing else does.
+PING_S = 1.0
+
+# How often a call that waits for a reply looks whether the allocator is another one by now.
+_LOOK_MS = 20
+# … and one that waits for its turn, whether it has come.
+_TURN_LOOK_S = 0.002
+# How long the background thread waits for an allocator.
+_TICK_WAITS_S = 0.5
 
 _NOBLOCK = int(zmq.NOBLOCK)
 
@@ -45,7 +60,8 @@ def _context() -> zmq.Context[zmq.Socket[bytes]]:
 class Transport:
     """Requests that wait for their reply, and posted messages that do not. Safe in several threads.
 
-    Not usable after a fork: see :mod:`mambapool.client.worker`, which looks.
+    Outlives its allocator: after a restart it says HELLO again, as the same session, and repeats what was not
+    answered or applied. Not usable after a fork: see :mod:`mambapool.client.worker`, which looks.
     """
 
     def __init__(self, directory: RuntimeDir, timeout: float, hello: dict[str, Any]) -> None:
@@ -58,22 +74,40 @@ class Transport:
         self.posted = PostedQueue(0)
         #: Refusals of posted messages that no call has raised yet.
         self.refusals: list[MambaPoolError] = []
+        #: Called once by the background thread when the pool's memory is lost.
+        self.on_lost: Callable[[], None] | None = None
         self._hello = hello
         self._pack = protocol.packer()  # used by whoever has the lock
         self._lock = threading.Lock()
         self._last_request = 0
+        #: Requests that wait for their turn, and what has come for them meanwhile.
+        self._waiting: dict[int, list[Any] | None] = {}
+        #: A kept request that was given up while nobody answered.
+        self._unresolved = 0
         #: False once the allocator says that it does not know this connection.
         self._attached = True
         self._closed = False
-        self._socket = _new_socket(directory, timeout)
+        #: Why the session is gone for good.
+        self._ended: str | None = None
+        self._last_sent = time.monotonic()
+        self._table: SlotTableReader | None = None
+        self._lease = Lease(directory)
         try:
+            self._socket = _new_socket(directory)
+            self._lease.connect()
             #: What the allocator told of the session and its pool.
             self.session = self._say_hello(self._deadline())
+            self.number: int = self.session["session"]
+            self.posted = PostedQueue(self.session["applied"])
+            self._table = SlotTableReader(directory.path / self.session["table"], self.session["uuid"])
         except BaseException:
             self.abandon()
             raise
-        self.number: int = self.session["session"]
-        self.posted = PostedQueue(self.session["applied"])
+
+    @property
+    def table(self) -> SlotTableReader:
+        assert self._table is not None
+        return self._table
 
     def call(self, op: int, *arguments: Any, frees: Posted | None = None) -> list[Any]:
         """Send a request and wait for its reply: ``[id, epoch, status, …]``, status OK or NONE.
@@ -83,16 +117,51 @@ class Transport:
         what the request was granted meanwhile is given back by a CANCEL.
         """
         deadline = self._deadline()
-        if not self._lock.acquire(timeout=self.timeout):
-            raise self._unavailable(f"another thread waited for it for {self.timeout:g} s")
+        with self._turn():
+            request_id = self._new_request()
+            try:
+                reply = self._exchange(request_id, op, arguments, frees, deadline)
+            except AllocatorUnavailable:
+                if op in (protocol.ALLOC, protocol.BEGIN):
+                    self.posted.append(protocol.CANCEL, request_id, 0)
+                raise
+        return _checked(reply)
+
+    def call_and_wait(
+        self, op: int, *arguments: Any, frees: Posted | None = None, wait: float, kept: bool = False
+    ) -> list[Any] | None:
+        """Like :meth:`call` for a request that is answered when its turn comes; None after ``wait`` seconds.
+
+        Other threads' calls go on meanwhile. A request that was not answered is cancelled. ``kept``: no CANCEL
+        takes back what it was granted, so that it is asked for again before it is given up.
+        """
+        deadline = time.monotonic() + wait
+        with self._turn():
+            request_id = self._unresolved if kept and self._unresolved else self._new_request()
+            self._waiting[request_id] = None
+        reply = None
         try:
-            reply = self._call(op, arguments, frees, deadline)
+            self._await_turn(request_id, op, arguments, frees, deadline)
         finally:
-            self._lock.release()
+            with self._lock:
+                reply = self._waiting.pop(request_id)
+                if reply is None:
+                    self.posted.append(protocol.CANCEL, request_id, 0)
             self.flush()
-        if reply[2] > protocol.NONE:
-            raise protocol.error_from(reply[2:])
-        return reply
+        if kept and (reply is None or reply[2] == protocol.NOT_OPEN):
+            reply = self._resolve(request_id, op, arguments)
+        return None if reply is None else _checked(reply)
+
+    def _resolve(self, request_id: int, op: int, arguments: tuple[Any, ...]) -> list[Any] | None:
+        """What became of a kept request that was cancelled: its grant, if it came first, or None."""
+        with self._turn():
+            # Open until it is known: nothing that is sent meanwhile says that its reply has arrived.
+            self._waiting[request_id] = None
+            self._unresolved = request_id
+            reply = self._exchange(request_id, op, arguments, None, self._deadline())
+            del self._waiting[request_id]
+            self._unresolved = 0
+        return None if reply[2] == protocol.NOT_OPEN else reply
 
     def post(self, op: int, argument: int | bytes | None, slots: int) -> None:
         """Queue a posted message and send it, unless another thread has the socket, which then does."""
@@ -111,12 +180,12 @@ class Transport:
             finally:
                 self._lock.release()
 
-    def settle(self, table: SlotTableReader, row: int) -> npt.NDArray[np.int64]:
+    def settle(self) -> npt.NDArray[np.int64]:
         """Wait until the allocator has applied what was posted; returns the free list of that moment."""
         deadline = self._deadline()
         while True:
             self.flush()
-            applied, free = table.applied_and_free_slots(row)
+            applied, free = self.table.applied_and_free_slots(self.session["row"])
             self.posted.forget_applied(applied)
             if not self.posted:
                 return free
@@ -125,16 +194,22 @@ class Transport:
             time.sleep(0.0002)
 
     def tick(self) -> None:
-        """For the background thread: send what is left, and see what the allocator refused."""
+        """For the background thread: see what came, say that we live, find the allocator after a restart."""
+        if self._table is not None and self._table.items[H_LOST] and self.on_lost is not None:
+            on_lost, self.on_lost = self.on_lost, None
+            on_lost()
         if not self._lock.acquire(blocking=False):
             return
         try:
-            while not self._closed:
-                self._take(BackendSocket.recv(self._socket, _NOBLOCK), 0)
-        except zmq.Again:
-            if not self._attached:
+            if self._closed or self._ended:
+                return
+            self._drain(0)
+            if not self._attached or self.table.epoch != self.epoch:
                 with contextlib.suppress(MambaPoolError):
-                    self._attach_again(self._deadline())
+                    self._attach_again(time.monotonic() + _TICK_WAITS_S)
+            elif time.monotonic() - self._last_sent > PING_S:
+                header = (protocol.PING, self.number, 0, self.epoch, self.posted.sent, 0)
+                self.messages -= self._send(self._pack(header))  # not one that a call costs
         finally:
             self._lock.release()
             self.flush()
@@ -146,48 +221,101 @@ class Transport:
         try:
             # Nobody there to leave: what is held there ends with the daemon, or with the lease.
             with contextlib.suppress(MambaPoolError):
-                self._call(protocol.DETACH, (), None, time.monotonic() + timeout)
+                self._exchange(self._new_request(), protocol.DETACH, (), None, time.monotonic() + timeout)
         finally:
             self.abandon()
             self._lock.release()
 
     def abandon(self) -> None:
-        """Close the socket without a word."""
+        """Close the socket and the lease without a word."""
         self._closed = True
+        self._lease.close()
         self._socket.close(linger=0)
 
-    def _call(self, op: int, arguments: tuple[Any, ...], frees: Posted | None, deadline: float) -> list[Any]:
-        if self._closed:
-            raise self._unavailable("this client was closed")
+    def after_fork(self) -> None:
+        """In a forked child: let go of the parent's lease connection, which would hide the parent's death."""
+        self._lease.abandon()
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The socket is this thread's; what others posted meanwhile is sent afterwards."""
+        if not self._lock.acquire(timeout=self.timeout):
+            raise self._unavailable(f"another thread waited for it for {self.timeout:g} s")
+        try:
+            if self._closed:
+                raise self._unavailable("this client was closed")
+            yield
+        finally:
+            self._lock.release()
+            self.flush()
+
+    def _new_request(self) -> int:
+        self._last_request += 1
+        return self._last_request
+
+    def _exchange(
+        self, request_id: int, op: int, arguments: tuple[Any, ...], frees: Posted | None, deadline: float
+    ) -> list[Any]:
+        """Send until there is a reply; the allocator answers a repeat with the same one."""
         if not self._attached:
             self._attach_again(deadline)
-        request_id = self._last_request = self._last_request + 1
+        while True:
+            self._transmit(request_id, op, arguments, frees)
+            reply = self._receive(request_id, deadline)
+            if reply is None:
+                if self.table.epoch != self.epoch:
+                    self._attach_again(deadline)
+            elif reply[2] == protocol.GAP:
+                self.posted.rewind(reply[3])
+            elif reply[2] in (protocol.UNKNOWN_SESSION, protocol.WRONG_EPOCH):
+                if op == protocol.DETACH:
+                    return reply
+                self._attach_again(deadline)
+            else:
+                return reply
+
+    def _await_turn(
+        self, request_id: int, op: int, arguments: tuple[Any, ...], frees: Posted | None, deadline: float
+    ) -> None:
+        """Until something came for the request, or the deadline."""
+        repeat_at = 0.0
+        while True:
+            with self._turn():
+                if self._ended:
+                    raise self._unavailable(self._ended)
+                now = time.monotonic()
+                if not self._attached or self.table.epoch != self.epoch:
+                    self._attach_again(max(deadline, now + _TICK_WAITS_S))
+                    repeat_at = 0.0
+                if now >= repeat_at:
+                    self._transmit(request_id, op, arguments, frees)
+                    repeat_at = now + REPEAT_S
+                self._drain(0)
+                reply = self._waiting[request_id]
+                if reply is None:
+                    if now >= deadline:
+                        return
+                elif reply[2] == protocol.GAP:
+                    self.posted.rewind(reply[3])
+                elif reply[2] in (protocol.UNKNOWN_SESSION, protocol.WRONG_EPOCH):
+                    self._attached = False
+                else:
+                    return
+                if reply is not None:  # not answered, but to be asked again
+                    self._waiting[request_id] = None
+                    repeat_at = 0.0
+            time.sleep(_TURN_LOOK_S)
+
+    def _transmit(self, request_id: int, op: int, arguments: tuple[Any, ...], frees: Posted | None) -> None:
         number = self.posted.last if frees is None else frees.number
         # What was posted before goes before; what the request carries goes inside it.
         before = number if frees is None else number - 1
-        try:
-            while True:
-                self._send_posted(before)
-                # One request is open at a time, so that it is the oldest.
-                header = (op, self.number, request_id, self.epoch, number, request_id)
-                if not self._send(self._pack((*header, *arguments))):
-                    raise self._unavailable("it does not read")
-                if frees is not None and self.posted.sent == before:
-                    self.posted.sent = number
-                reply = self._receive(request_id, deadline)
-                status = reply[2]
-                if status == protocol.GAP:
-                    self.posted.rewind(reply[3])
-                elif status in (protocol.UNKNOWN_SESSION, protocol.WRONG_EPOCH):
-                    if op == protocol.DETACH:
-                        return reply
-                    self._attach_again(deadline)
-                else:
-                    return reply
-        except AllocatorUnavailable:
-            if op in (protocol.ALLOC, protocol.BEGIN):
-                self.posted.append(protocol.CANCEL, request_id, 0)
-            raise
+        self._send_posted(before)
+        oldest = min(self._waiting, default=request_id)
+        header = (op, self.number, request_id, self.epoch, number, min(oldest, request_id))
+        sent = self._send(self._pack((*header, *arguments)))
+        if sent and frees is not None and self.posted.sent == before:
+            self.posted.sent = number
 
     def _send_posted(self, up_to: int) -> bool:
         """Send posted messages up to that number; False if the pipe did not take all."""
@@ -208,29 +336,36 @@ class Transport:
         except zmq.Again:
             return False
         self.messages += 1
+        self._last_sent = time.monotonic()
         return True
 
-    def _receive(self, request_id: int, deadline: float) -> list[Any]:
-        """The reply to that request; notices on the way are kept, late answers dropped."""
-        adjusted = False
-        try:
-            while True:
-                left = deadline - time.monotonic()
-                # Setting the option costs a microsecond, and its usual value fits the usual call.
-                if left < 0.9 * self.timeout:
-                    adjusted = True
-                    self._socket.rcvtimeo = max(int(left * 1000), 0)
+    def _receive(self, request_id: int, deadline: float) -> list[Any] | None:
+        """The reply to that request; None when it is time to ask again; raises after the deadline."""
+        repeat_at = time.monotonic() + REPEAT_S
+        while True:
+            try:
+                # Returns after RCVTIMEO, a short one: the clock and the table are looked at in between.
                 reply = self._take(BackendSocket.recv(self._socket), request_id)
-                if reply is not None:
-                    return reply
-        except zmq.Again:
-            raise self._unavailable(f"no answer within {self.timeout:g} s") from None
-        finally:
-            if adjusted:
-                self._socket.rcvtimeo = int(self.timeout * 1000)
+            except zmq.Again:
+                reply = None
+                now = time.monotonic()
+                if now >= deadline:
+                    raise self._unavailable(f"no answer within {self.timeout:g} s") from None
+                if now >= repeat_at or (self._table is not None and self._table.epoch != self.epoch):
+                    return None
+            if reply is not None:
+                return reply
+
+    def _drain(self, request_id: int) -> list[Any] | None:
+        """Take what has come, without waiting; the reply to that request if it is among it."""
+        found = None
+        with contextlib.suppress(zmq.Again):
+            while True:
+                found = self._take(BackendSocket.recv(self._socket, _NOBLOCK), request_id) or found
+        return found
 
     def _take(self, body: bytes, request_id: int) -> list[Any] | None:
-        """The message if it answers that request. A notice is noted, anything else is dropped."""
+        """The message if it answers that request. What others wait for and notices are noted, the rest dropped."""
         try:
             message = protocol.unpack(body, len(body))
             known, epoch, status, *payload = message
@@ -239,7 +374,11 @@ class Transport:
         except (ProtocolError, ValueError) as error:
             self.refusals.append(ProtocolError(f"the allocator sent something malformed: {error}"))
             return None
+        if status == protocol.WRONG_EPOCH and epoch == self.epoch:
+            return None  # about something that was sent before the last HELLO
         if known:
+            if known in self._waiting:
+                self._waiting[known] = message
             return message if known == request_id else None
         if status == protocol.GAP and payload and type(payload[0]) is int:
             self.posted.rewind(payload[0])
@@ -250,18 +389,28 @@ class Transport:
         return None
 
     def _attach_again(self, deadline: float) -> None:
-        """Say HELLO over a new connection, as the same session; what was lost on the way is sent again."""
+        """Say HELLO again, as the same session; what was lost on the way is sent again."""
+        if self._ended:
+            raise self._unavailable(self._ended)
         self._attached = False
+        with contextlib.suppress(AllocatorUnavailable):
+            self._lease.connect()  # else the sweep has to do
         session = self._say_hello(deadline, resume=self.number)
         self.posted.rewind(session["applied"])
         self._attached = True
 
     def _say_hello(self, deadline: float, **more: int) -> dict[str, Any]:
-        request_id = self._last_request = self._last_request + 1
-        self._send(self._pack((protocol.HELLO, 0, request_id, 0, 0, 0, {**self._hello, **more})))
-        reply = self._receive(request_id, deadline)
+        request_id = self._new_request()
+        fields = {**self._hello, **more, "lease": self._lease.name}
+        reply = None
+        while reply is None:
+            self._send(self._pack((protocol.HELLO, 0, request_id, 0, 0, 0, fields)))
+            reply = self._receive(request_id, deadline)
         if reply[2] != protocol.OK:
-            raise protocol.error_from(reply[2:])
+            error = protocol.error_from(reply[2:])
+            if more and reply[2] == protocol.REFUSED:
+                self._ended = str(error)
+            raise error
         self.epoch = reply[1]
         session: dict[str, Any] = reply[3]
         return session
@@ -273,11 +422,30 @@ class Transport:
         return AllocatorUnavailable(f"the allocator of {self.directory.path} is not available: {reason}")
 
 
+def _checked(reply: list[Any]) -> list[Any]:
+    if reply[2] > protocol.NONE:
+        raise protocol.error_from(reply[2:])
+    return reply
+
+
 def ask_status(directory: RuntimeDir, timeout: float) -> dict[str, Any]:
     """The allocator's ``status --json``; needs no session. Raises :class:`AllocatorUnavailable`."""
-    dealer = _new_socket(directory, timeout)
+    return _ask(directory, timeout, protocol.STATUS)
+
+
+def evict(directory: RuntimeDir, timeout: float, session: int, *, force: bool) -> dict[str, Any]:
+    """End another process's session: ``{"slots": how many came free, "alive": whether it lives}``.
+
+    Refused for a living one unless ``force``. Raises :class:`AllocatorUnavailable`.
+    """
+    return _ask(directory, timeout, protocol.EVICT, session, force)
+
+
+def _ask(directory: RuntimeDir, timeout: float, op: int, *arguments: Any) -> dict[str, Any]:
+    dealer = _new_socket(directory)
+    dealer.rcvtimeo = int(timeout * 1000)
     try:
-        dealer.send(protocol.pack((protocol.STATUS, 0, 1, 0, 0, 0)))
+        dealer.send(protocol.pack((op, 0, 1, 0, 0, 0, *arguments)))
         reply = protocol.unpack(dealer.recv(), protocol.MAX_OVERHEAD_BYTES)
     except zmq.Again:
         raise AllocatorUnavailable(
@@ -287,18 +455,18 @@ def ask_status(directory: RuntimeDir, timeout: float) -> dict[str, Any]:
         dealer.close(linger=0)
     if reply[2] != protocol.OK:
         raise protocol.error_from(reply[2:])
-    status: dict[str, Any] = reply[3]
-    return status
+    found: dict[str, Any] = reply[3]
+    return found
 
 
-def _new_socket(directory: RuntimeDir, timeout: float) -> zmq.Socket[bytes]:
+def _new_socket(directory: RuntimeDir) -> zmq.Socket[bytes]:
     check_socket_path(directory.allocator_socket)
     dealer: zmq.Socket[bytes] = _context().socket(zmq.DEALER)
     dealer.linger = 0
-    dealer.rcvtimeo = int(timeout * 1000)
+    dealer.rcvtimeo = _LOOK_MS
     dealer.sndhwm = HIGH_WATER_MARK
     dealer.rcvhwm = HIGH_WATER_MARK
     dealer.reconnect_ivl = 20
-    dealer.reconnect_ivl_max = 500
+    dealer.reconnect_ivl_max = 100
     dealer.connect(directory.endpoint)
     return dealer

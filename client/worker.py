@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import atexit
 import os
-import secrets
 import sys
 import time
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -22,11 +20,12 @@ from mambapool.pool.errors import (
     ForkedClient,
     GeometryMismatch,
     MambaPoolError,
+    PoolLost,
     ProtocolError,
 )
 from mambapool.pool.handover import receive_block
 from mambapool.pool.runtime_dir import RuntimeDir, candidates, check_pool_name
-from mambapool.pool.slot_table import SlotTableReader
+from mambapool.pool.slot_table import H_LOST
 
 if TYPE_CHECKING:
     import torch
@@ -37,10 +36,13 @@ if TYPE_CHECKING:
 #: close() waits so long at most for the allocator to say goodbye.
 CLOSE_S = 1.0
 
+_LOST = "the memory of this pool is gone, its keeper died: connect again when it is back"
+
 #: How often connect() looks whether a daemon has come up.
 _LOOK_S = 0.02
 
-_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+# Strong: a session that nobody closes lives as long as its process, whatever the garbage collector does.
+_workers: set[Worker] = set()
 
 
 def connect(
@@ -51,6 +53,8 @@ def connect(
     device: str | torch.device = "cpu",
     timeout: float = 5.0,
     rank: int = 0,
+    guarantee: int = 0,
+    limit: int | None = None,
     create_slots: int | None = None,
     slots: int | None = None,
     expect: Mapping[str, tuple[str | torch.dtype, tuple[int, ...]]] | None = None,
@@ -61,6 +65,11 @@ def connect(
     at, and the first one with a ``ready`` file is taken. ``name`` is what ``status`` and logs call this session
     (default: the process's). ``device`` is where slot tensors live. ``timeout``, in seconds, bounds every wait
     for an answer, this call included.
+
+    ``guarantee=G`` grants G slots whole, which this session then lists locally: no call costs a message, and
+    nobody else can have them. While free slots do not cover it yet, connect waits, up to ``timeout``;
+    :class:`~mambapool.pool.errors.GuaranteeExceeded` when the pool's guarantees leave no room for it. ``limit``:
+    the session never holds more slots than this.
 
     ``create_slots=N`` makes an allocator-only pool if there is none of that name; it ends with its last session.
     ``slots`` and ``expect={tensor: (dtype, shape without the slot dimension)}`` are compared with the pool before
@@ -75,11 +84,12 @@ def connect(
     directory = _find_daemon(dir, deadline, timeout)
     hello: dict[str, Any] = {
         "versions": [protocol.OLDEST_VERSION, protocol.NEWEST_VERSION],
-        "lease": secrets.token_bytes(16),
         "pool": pool,
         "name": name if name is not None else f"{Path(sys.argv[0]).name or 'python'}-{os.getpid()}",
         "pid": os.getpid(),
         "rank": rank,
+        "guarantee": guarantee,
+        "limit": limit,
         "create_slots": create_slots,
         "slots": slots,
         "expect": _expectations(expect),
@@ -108,6 +118,8 @@ class Worker:
         deadline: float,
     ) -> None:
         from mambapool.client.allocator import SlotAllocator
+        from mambapool.client.guaranteed import GuaranteedAllocator
+        from mambapool.client.transfers import Transfers
 
         session = transport.session
         self._transport = transport
@@ -115,11 +127,13 @@ class Worker:
         self._closed = False
         #: The session's number, as ``status`` shows it.
         self.session: int = transport.number
-        table = SlotTableReader(directory.path / session["table"], session["uuid"])
         if session["shards"]:
             self._pool = _attach_shard(directory, session["shards"], rank, device, deadline)
         debug = os.environ.get("MAMBAPOOL_DEBUG", "") not in ("", "0")
-        self.allocator: SlotAllocator = SlotAllocator(transport, table, session["row"], device, debug=debug)
+        kind = GuaranteedAllocator if session["guarantee"] else SlotAllocator
+        self.allocator: SlotAllocator = kind(transport, device, debug=debug)
+        self._transfers = Transfers(transport, self.allocator)
+        transport.on_lost = self._lost
         background().add(transport)
         _workers.add(self)
 
@@ -133,6 +147,7 @@ class Worker:
 
         Empty for an allocator-only pool. Tensors already taken stay readable after :meth:`close`.
         """
+        self._check_memory()
         return self._pool.states if self._pool is not None else {}
 
     @property
@@ -140,7 +155,23 @@ class Worker:
         """``clear(slots)`` and ``copy(src, dst)`` over whole states."""
         if self._pool is None:
             raise MambaPoolError("this pool is allocator-only: the engine keeps its own tensors")
+        self._check_memory()
         return self._pool
+
+    def transfer(self, slots: torch.Tensor, to: int) -> None:
+        """Offer slots to session number ``to`` of this pool, which takes them with :meth:`accept`.
+
+        Until then they are this session's, but cannot be freed. When the receiver ends before, the offer does,
+        too; when this session does, its slots are free. Never do both hold a slot, and never neither.
+        """
+        self._transfers.offer(slots, to)
+
+    def accept(self, timeout: float = 0.0) -> torch.Tensor | None:
+        """Take the slots of the oldest offer to this session, with their states: an int64 tensor.
+
+        Waits ``timeout`` seconds for an offer; None when there was none.
+        """
+        return self._transfers.accept(timeout)
 
     @property
     def messages(self) -> int:
@@ -167,9 +198,18 @@ class Worker:
     ) -> None:
         self.close()
 
+    def _check_memory(self) -> None:
+        if self._transport.table.items[H_LOST]:
+            raise PoolLost(_LOST)
+
+    def _lost(self) -> None:
+        """From the background thread: no call shall touch the memory any more, one without a message either."""
+        self.allocator.disable(PoolLost(_LOST))
+
     def _after_fork(self) -> None:
         """In a child: the session is the parent's, and so are the connection and the threads behind it."""
         self._closed = True
+        self._transport.after_fork()
         self.allocator.disable(
             ForkedClient(
                 f"session {self.session} was created before fork, by another process: connect again in the child"

@@ -65,6 +65,7 @@ NOT_HOLDER: Final = 11
 RESERVED_SLOT: Final = 12
 SLOT_OUT_OF_RANGE: Final = 13
 DUPLICATE_SLOT: Final = 14
+INVALID_SLOTS: Final = 15
 MALFORMED: Final = 20
 WRONG_VERSION: Final = 21
 UNKNOWN_POOL: Final = 22
@@ -82,6 +83,7 @@ _ERROR_OF_STATUS: Final[dict[int, type[errors.MambaPoolError]]] = {
     RESERVED_SLOT: errors.ReservedSlot,
     SLOT_OUT_OF_RANGE: errors.SlotOutOfRange,
     DUPLICATE_SLOT: errors.DuplicateSlot,
+    INVALID_SLOTS: errors.InvalidSlots,
     MALFORMED: errors.ProtocolError,
     WRONG_VERSION: errors.VersionMismatch,
     UNKNOWN_POOL: errors.UnknownPool,
@@ -99,6 +101,7 @@ _STATUS_OF_ERROR: Final = {
     errors.ReservedSlot: RESERVED_SLOT,
     errors.SlotOutOfRange: SLOT_OUT_OF_RANGE,
     errors.DuplicateSlot: DUPLICATE_SLOT,
+    errors.InvalidSlots: INVALID_SLOTS,
     errors.ProtocolError: MALFORMED,
     errors.VersionMismatch: WRONG_VERSION,
     errors.UnknownPool: UNKNOWN_POOL,

@@ -209,6 +209,10 @@ class SlotTableReader:
         """The number of the slot's holder, 0 while it is free."""
         return self.items[self.layout.field(OWNER) + slot] >> 8
 
+    def offered_to(self, slot: int) -> int:
+        """The session to which the slot is on offer, 0: none."""
+        return self.items[self.layout.field(OFFERED) + slot]
+
     def generation_of(self, slot: int) -> int:
         return self.items[self.layout.field(GENERATION) + slot]
 

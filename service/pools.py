@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mambapool.pool import slot_table as st
-from mambapool.pool.errors import AllocatorUnavailable, GuaranteeExceeded, NotHolder
+from mambapool.pool.errors import AllocatorUnavailable, GuaranteeExceeded, InvalidSlots, NotHolder
 from mambapool.pool.layout import Geometry
 from mambapool.service.ledger import Ids, Ledger
 from mambapool.service.sessions import GUARANTEE_REQUEST, Session, SessionRows
@@ -166,7 +166,7 @@ class Pool:
     def offer(self, session: Session, ids: Ids, receiver: int) -> None:
         """Offer slots of ``session`` to another one of this pool; they stay its own, but cannot be freed."""
         if receiver not in self.sessions or receiver == session.number:
-            raise AllocatorUnavailable(f"session {receiver} is no other session of pool {self.name}")
+            raise InvalidSlots(f"session {receiver} is no other session of pool {self.name}", ids.tolist())
         if session.guarantee:
             granted = [int(slot) for slot in ids if self._is_guaranteed(session, int(slot))]
             if granted:

@@ -34,7 +34,7 @@ class Registry:
         self._make_pool = make_pool
         self._leases = leases
         self._by_lease = {session.lease.name: session for session in self.sessions.values()}
-        self._next_number = max((pool.table.next_session for pool in self.pools.values()), default=1)
+        self._next_number = max((1, *(pool.table.next_session for pool in self.pools.values())))
         self._set_limit()
 
     def attach(self, request: AttachRequest, identity: bytes) -> tuple[Session, bool]:

@@ -1,0 +1,148 @@
+"""The allocator of a session with a guarantee: SGLang's list, run locally on slots that nobody else can have."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import SupportsIndex
+
+import torch
+
+from mambapool.client.allocator import SlotAllocator, drain, packed, whole_number
+from mambapool.client.transport import Transport
+from mambapool.pool import protocol
+from mambapool.pool.errors import MambaPoolError
+
+#: How often an alloc that waits looks whether another thread has freed something.
+_LOOK_S = 0.001
+
+
+class GuaranteedAllocator(SlotAllocator):
+    """:class:`SlotAllocator` over the slots that were granted whole at attach: no call costs a message.
+
+    ``size`` and what ``available_size()`` counts are the guarantee; ids are those of the pool, up to its size.
+    After a ``None`` freeing one slot makes the next alloc succeed, whatever other sessions do. Slots that came
+    by a transfer are on top of the guarantee: freeing them gives them back to the pool.
+    """
+
+    def __init__(self, transport: Transport, device: torch.device | str, *, debug: bool = False) -> None:
+        super().__init__(transport, device, debug=debug)
+        granted: list[int] = protocol.unpack_ids(transport.session["granted"]).tolist()
+        self._pool_size = self.size
+        self.size = len(granted)
+        self._guaranteed = frozenset(granted)
+        self._tensors.make(granted)
+        #: The free list, head first. Its popleft() is atomic, so that alloc(1) takes no lock.
+        self._list = deque(granted)
+
+    def available_size(self) -> int:
+        """How many slots of the guarantee are free: local knowledge."""
+        if self._unusable or self._refusals:
+            self._check_usable()
+        return len(self._list)
+
+    @property
+    def free_slots(self) -> torch.Tensor:
+        """The free list, head first: a new int64 tensor on :attr:`device`."""
+        self._check_usable()
+        with self._lock:
+            return torch.tensor(list(self._list), dtype=torch.int64, device=self.device)
+
+    def alloc(self, need_size: SupportsIndex, timeout: float | None = None) -> torch.Tensor | None:
+        """``need_size`` slots as an int64 tensor of shape ``(need_size,)``, or None: not so many are free.
+
+        With ``timeout`` it waits so many seconds for another thread to free some.
+        """
+        if need_size == 1:
+            try:
+                slot = self._window.pop()
+            except IndexError:
+                try:
+                    slot = self._list.popleft()
+                except IndexError:
+                    return self._alloc_more(need_size, timeout)
+            self._marks[slot] = 1
+            return self._cached[slot]
+        return self._alloc_more(need_size, timeout)
+
+    def alloc_group_begin(self, num_reqs: SupportsIndex, partial: bool = False) -> None:
+        """Open a window of ``num_reqs`` slots; all or nothing, unless ``partial``. No message either."""
+        count = whole_number(num_reqs)
+        self._check_usable()
+        self.alloc_group_end()
+        with self._lock:
+            taken = self._take(min(count, len(self._list)) if partial else count)
+            if taken:
+                taken.reverse()
+                self._window = taken
+                self._window_open = True
+
+    def alloc_group_end(self) -> None:
+        """Close the window: what is left unused goes to the end of the list."""
+        self._check_usable()
+        unused = drain(self._window)
+        with self._lock:
+            self._list.extend(unused)
+            self._window_open = False
+
+    def clear(self) -> None:
+        """Free everything that this client holds; the list is in ascending order again."""
+        self._check_usable()
+        drain(self._window)
+        with self._lock:
+            transferred = [slot for slot in self._record.held() if slot not in self._guaranteed]
+            self._record.clear()
+            self._list.clear()
+            self._list.extend(sorted(self._guaranteed))
+            self._window_open = False
+            if transferred:
+                self._posted.append(protocol.FREE, packed(transferred), len(transferred))
+        self._transport.flush()
+
+    def disable(self, reason: MambaPoolError) -> None:
+        """Every later call raises ``reason``; takes no lock, so that a forked child can call it."""
+        super().disable(reason)
+        self._list = deque()
+
+    def _largest_id(self) -> int:
+        return self._pool_size
+
+    def _take_back(self, slots: list[int]) -> None:
+        """Under the lock: freed slots, in call order."""
+        transferred = [slot for slot in slots if slot not in self._guaranteed]
+        if transferred:
+            self._posted.append(protocol.FREE, packed(transferred), len(transferred))
+            slots = [slot for slot in slots if slot in self._guaranteed]
+        self._list.extend(slots)
+
+    def _alloc_more(self, need_size: SupportsIndex, timeout: float | None) -> torch.Tensor | None:
+        count = whole_number(need_size)
+        self._check_usable()
+        deadline = time.monotonic() + (timeout or 0.0)
+        while True:
+            with self._lock:
+                taken = self._take(count)
+                if taken is not None:
+                    self._record.hold(taken)
+                    break
+            if count > self.size or time.monotonic() >= deadline:
+                return None
+            time.sleep(_LOOK_S)
+            self._check_usable()
+        if count == 1:
+            return self._tensors.get(taken[0])
+        return torch.tensor(taken, dtype=torch.int64, device=self.device)
+
+    def _take(self, count: int) -> list[int] | None:
+        """Under the lock: so many from the head, or None."""
+        if count > len(self._list):
+            return None
+        taken: list[int] = []
+        try:
+            for _ in range(count):
+                taken.append(self._list.popleft())
+        except IndexError:
+            # Another thread's alloc(1), which takes no lock, was faster.
+            self._list.extendleft(reversed(taken))
+            return None
+        return taken

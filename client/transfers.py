@@ -1,0 +1,48 @@
+"""Handing slots over to another session: from prefill to decode, or to continue from a copied state."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from mambapool.client.allocator import SlotAllocator, packed_ids
+from mambapool.client.transport import Transport
+from mambapool.pool import protocol
+from mambapool.pool.errors import InvalidSlots
+from mambapool.pool.index_tensors import slot_ids
+
+
+class Transfers:
+    """Offers and accepts slots of one session. Never do both sessions hold a slot, and never neither."""
+
+    def __init__(self, transport: Transport, allocator: SlotAllocator) -> None:
+        self._transport = transport
+        self._allocator = allocator
+        self._size = transport.table.layout.slots
+        self._lock = threading.Lock()
+
+    def offer(self, slots: torch.Tensor, receiver: int) -> None:
+        """Offer ``slots`` to another session; they stay this one's, but cannot be freed, until it accepts.
+
+        When the allocator does not answer, the offer may have been made or not: whether a slot is still ours,
+        the slot table tells when it is freed.
+        """
+        ids = slot_ids(slots, size=self._size, what="transfer")
+        if not ids:
+            raise InvalidSlots("transfer: no slots were passed")
+        self._allocator.offer(ids)
+        try:
+            self._transport.call(protocol.OFFER, packed_ids(ids), receiver)
+        except InvalidSlots:
+            self._allocator.hold(ids)
+            raise
+
+    def accept(self, timeout: float) -> torch.Tensor | None:
+        """The slots of the oldest offer to this session, waited for ``timeout`` seconds; None: there was none."""
+        with self._lock:
+            reply = self._transport.call_and_wait(protocol.ACCEPT, True, wait=timeout, kept=True)
+            if reply is None or reply[2] == protocol.NONE:
+                return None
+            slots: list[int] = protocol.unpack_ids(reply[3]).tolist()
+            return self._allocator.hold(slots)
