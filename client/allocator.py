@@ -74,7 +74,8 @@ class SlotAllocator:
         Free slots, and those that this client has given back and the allocator has not yet applied; within its
         limit. 0 while somebody waits for slots: they are theirs first.
         """
-        if self._posted or self._freed_inside or self._unusable or self._refusals or self._limit < self.size:
+        # In this order: what is freed inside is posted before it is taken off its list.
+        if self._freed_inside or self._posted or self._unusable or self._refusals or self._limit < self.size:
             return self._available_with_pending()
         items = self._table_items
         return 0 if items[H_WAITING] else items[H_FREE_COUNT]
@@ -171,10 +172,10 @@ class SlotAllocator:
             unused = drain(self._window)
             with self._lock:
                 count = self._record.clear() + len(self._freed_inside) + len(unused)
+                self._posted.append(protocol.CLEAR, None, count)
                 self._freed_inside = []
                 self._window_open = False
                 self._clears += 1
-                self._posted.append(protocol.CLEAR, None, count)
             self._transport.flush()
 
     def disable(self, reason: MambaPoolError) -> None:
@@ -280,10 +281,12 @@ class SlotAllocator:
 
     def _post_freed(self, op: int) -> Posted | None:
         """Number what was freed inside the window, to be sent; under the lock of the record."""
-        freed, self._freed_inside = self._freed_inside, []
+        freed = self._freed_inside
         if not freed and op == protocol.FREE:
             return None
-        return self._posted.append(op, packed(freed) if freed else None, len(freed))
+        posted = self._posted.append(op, packed(freed) if freed else None, len(freed))
+        self._freed_inside = []
+        return posted
 
     def _available_with_pending(self) -> int:
         self._check_usable()

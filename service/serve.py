@@ -81,9 +81,9 @@ def serve(config: ServeConfig, announce: Callable[[RuntimeDir, dict[str, Any]], 
     keepers: list[Child] = []
     allocators: list[Child] = []
     try:
-        keepers += [
-            _start_keeper(directory.path, pool, rank) for pool in config.pools for rank in range(pool.shards)
-        ]
+        for pool in config.pools:
+            for rank in range(pool.shards):
+                keepers.append(_start_keeper(directory.path, pool, rank))
         for keeper in keepers:
             if _until_ready(keeper, stop) is None:
                 return

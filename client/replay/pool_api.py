@@ -13,7 +13,7 @@ import torch
 
 
 class Allocator(Protocol):
-    """SGLang's names and meanings: INTERFACE of ``SlotAllocator``."""
+    """The part of ``SlotAllocator`` that a scheduler calls; SGLang's names and meanings."""
 
     @property
     def size(self) -> int: ...
@@ -30,6 +30,8 @@ class Allocator(Protocol):
 
 
 class StatePool(Protocol):
+    """``copy`` takes slots, and copies whole states."""
+
     def copy(self, src: torch.Tensor, dst: torch.Tensor, /) -> None: ...
 
 

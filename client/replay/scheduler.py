@@ -74,15 +74,19 @@ class Scheduler:
         self._record_held()
         return runs
 
-    def result(self) -> SchedulerResult:
+    def finish(self) -> SchedulerResult:
+        """What was found out, once :attr:`done`; the last frees are confirmed first, which is not counted."""
+        messages = self._worker.messages - self._messages_before
+        alloc_us = list(self._calls.alloc_us)
+        self._calls.confirm()
         return SchedulerResult(
             finished=self.finished,
             mismatches=len(self._findings),
             findings=self._findings.lines,
             steps=self.steps,
-            messages=self._worker.messages - self._messages_before,
+            messages=messages,
             waits=self._waits,
-            alloc_us=self._calls.alloc_us,
+            alloc_us=alloc_us,
             held=self._held,
         )
 

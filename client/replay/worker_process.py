@@ -108,7 +108,7 @@ def _run(job: Job, reporter: _Reporter) -> SchedulerResult:
         scheduler = Scheduler(worker, requests, options.track, options.step_ms)
         pace = Pace(options.speed, Go.from_line(go_line).origin_s)
         _step_through(scheduler, pace, reporter, random.Random(job.scheduler))
-        return scheduler.result()
+        return scheduler.finish()
 
 
 def _step_through(scheduler: Scheduler, pace: Pace, reporter: _Reporter, chance: random.Random) -> None:

@@ -26,7 +26,6 @@ WAITING: dict[str, Call] = {
     "alloc of several": lambda worker: worker.allocator.alloc(5),
     "begin": lambda worker: worker.allocator.alloc_group_begin(4),
     "partial begin": lambda worker: worker.allocator.alloc_group_begin(99, partial=True),
-    "free_slots": lambda worker: (worker.allocator.free(torch.tensor([1])), worker.allocator.free_slots),
 }
 NOT_WAITING: dict[str, Call] = {
     "end": lambda worker: worker.allocator.alloc_group_end(),
@@ -81,6 +80,18 @@ def test_a_call_that_needs_an_answer_raises_in_time(
     works_and_lost_nothing(pool, worker)
 
 
+def test_the_free_list_of_frees_that_nobody_applies_raises_in_time(pool: FreshPool, worker: Worker) -> None:
+    with paused(pool.daemon):
+        worker.allocator.free(torch.tensor([1]))
+
+        def raises() -> None:
+            with pytest.raises(AllocatorUnavailable, match=rf"{pool.daemon.dir}.*{TIMEOUT_S:g} s"):
+                _ = worker.allocator.free_slots
+
+        assert TIMEOUT_S <= seconds(raises) < TIMEOUT_S + GRACE_S
+    works_and_lost_nothing(pool, worker)
+
+
 @pytest.mark.parametrize("call", NOT_WAITING)
 def test_a_call_that_needs_no_answer_does_not_wait(pool: FreshPool, worker: Worker, call: str) -> None:
     worker.allocator.alloc_group_begin(2)
@@ -123,8 +134,9 @@ def test_the_next_call_works_however_often_calls_timed_out(pool: FreshPool) -> N
     assert len(drain(allocator)) == 16
 
 
-def test_threads_that_wait_for_one_another_raise_in_time(pool: FreshPool, worker: Worker) -> None:
-    took: list[float] = []
+def test_threads_that_wait_for_one_another_raise_in_time(pool: FreshPool) -> None:
+    timeout_s = 0.8
+    worker, took = pool.connect(timeout=timeout_s), []
 
     def call() -> None:
         def raises() -> None:
@@ -140,7 +152,7 @@ def test_threads_that_wait_for_one_another_raise_in_time(pool: FreshPool, worker
         for thread in threads:
             thread.join()
     assert len(took) == 6
-    assert max(took) < TIMEOUT_S + GRACE_S
+    assert max(took) < timeout_s + GRACE_S
     works_and_lost_nothing(pool, worker)
 
 

@@ -75,9 +75,7 @@ def test_a_pool_that_is_too_small_for_all_makes_requests_wait_and_serves_them(
 
 
 def test_a_slot_granted_twice_is_reported_with_exit_status_1(daemon_factory: DaemonFactory) -> None:
-    daemon = daemon_factory(
-        slots=300, states=SMALL_STATE, environment={"MAMBAPOOL_FAULT": "double-grant:50"}
-    )
+    daemon = daemon_factory(slots=300, states=SMALL_STATE, environment={"MAMBAPOOL_FAULT": "double-grant:50"})
     done = mambapool(
         *("replay", str(TRACE), "--dir", str(daemon.dir), "--schedulers", "2", "--limit", "60", "--json")
     )
@@ -107,7 +105,7 @@ def test_a_pool_without_states_is_refused_at_start(daemon: Daemon) -> None:
 
 def test_without_a_daemon_the_error_is_that_of_connect(tmp_path: Path) -> None:
     options = ReplayOptions(TRACE, tmp_path, schedulers=1, timeout=0.1)
-    with pytest.raises(AllocatorUnavailable, match="scheduler 0 .*no daemon is ready"):
+    with pytest.raises(AllocatorUnavailable, match=r"scheduler 0 .*no daemon is ready"):
         run_replay(options, unwatched)
 
 
@@ -144,13 +142,11 @@ def test_an_interrupted_replay_ends_its_schedulers_and_gives_everything_back(
 def test_slots_that_others_keep_for_themselves_end_the_replay(daemon_with_states: Daemon) -> None:
     other = daemon_with_states.connect(name="other")
     assert other.allocator.alloc(298) is not None
-    with pytest.raises(ReplayFailed, match="nothing runs, and for .* others hold the slots of pool default"):
+    with pytest.raises(ReplayFailed, match=r"nothing runs, and for .* others hold the slots of pool default"):
         run_replay(options_for(daemon_with_states, schedulers=1, timeout=0.5), unwatched)
 
 
-def test_speed_holds_the_schedulers_to_the_clock_of_the_trace(
-    daemon_with_states: Daemon, tmp_path: Path
-) -> None:
+def test_speed_holds_the_schedulers_to_the_clock_of_the_trace(daemon_with_states: Daemon, tmp_path: Path) -> None:
     trace = tmp_path / "two.jsonl"
     request = {"input_length": 1, "output_length": 2, "hash_ids": []}
     trace.write_text("".join(json.dumps({"timestamp": ms, **request}) + "\n" for ms in (0, 2000)))

@@ -451,10 +451,10 @@ def _no_log(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_ledger_does_what_a_list_would_do() -> None:
-    steps_of(LedgerHistory, histories=120, steps=50)
+    steps_of(LedgerHistory, histories=130, steps=50)
     assert LedgerHistory.steps >= 5_000
 
 
 def test_a_pool_does_what_the_model_does_and_its_table_tells_so_at_every_step() -> None:
-    steps_of(PoolHistory, histories=250, steps=80)
+    steps_of(PoolHistory, histories=290, steps=80)
     assert PoolHistory.steps >= 20_000

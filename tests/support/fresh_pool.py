@@ -56,12 +56,13 @@ class FreshPool:
         found: dict[str, Any] = holder
         return found
 
-    def held_by(self, worker: Worker) -> set[int]:
+    def held_by(self, holder: Worker | int) -> set[int]:
         """The slots that are a session's in the slot table, those of its window included."""
+        session = holder if isinstance(holder, int) else holder.session
         table = st.SlotTableReader(self.daemon.directory.slot_table(self.name))
         base = table.layout.field(st.OWNER)
         owners = table.words[base : base + self.slots + 1]
-        return set(np.flatnonzero(owners == st.owner_word(worker.session)).tolist())
+        return set(np.flatnonzero(owners == st.owner_word(session)).tolist())
 
     def check(self) -> None:
         """Every slot is in exactly one state, in the table and in ``status``."""

@@ -120,9 +120,7 @@ def test_a_request_is_counted_once_however_much_of_it_is_spoiled(rig: Rig) -> No
 
 
 @pytest.mark.parametrize("wrong", ["nothing is copied", "another state is copied"])
-def test_a_copy_that_goes_wrong_is_found(
-    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, wrong: str
-) -> None:
+def test_a_copy_that_goes_wrong_is_found(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     worker = make_pool(16).connect()
     copy = worker.copy
 

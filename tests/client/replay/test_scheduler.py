@@ -32,7 +32,7 @@ def test_a_request_runs_its_steps_and_gives_its_slots_back(
     scheduler = Scheduler(pool.connect(), make_requests([(0, 3)]), track=2, step_ms=STEP_MS)
     assert [scheduler.step() for _ in range(3)] == [True, True, True]
     assert scheduler.done
-    result = scheduler.result()
+    result = scheduler.finish()
     assert (result.finished, result.steps, result.waits, result.mismatches) == (1, 3, 0, 0)
     assert result.held.changes == [(0.0, 3), (90.0, 0)]
     # Two for the window, two for the track slots, one for the free.
@@ -58,7 +58,7 @@ def test_arrivals_join_at_the_first_step_that_begins_after_them(
     requests = make_requests([(0, 4), (30, 1), (30.5, 1)])
     scheduler = Scheduler(make_pool(9).connect(), requests, track=0, step_ms=STEP_MS)
     run(scheduler)
-    assert scheduler.result().held.changes == [(0.0, 1), (30.0, 2), (90.0, 1), (120.0, 0)]
+    assert scheduler.finish().held.changes == [(0.0, 1), (30.0, 2), (90.0, 1), (120.0, 0)]
 
 
 def test_the_clock_jumps_over_idle_time_to_the_next_arrival(
@@ -89,7 +89,7 @@ def test_the_window_is_no_larger_than_the_pool_can_serve(make_pool: MakePool, ma
     scheduler.step()
     assert worker.calls[0] == "begin(2)"
     run(scheduler)
-    result = scheduler.result()
+    result = scheduler.finish()
     # Two at a time, two steps each: the other three waited.
     assert (result.finished, result.steps, result.waits) == (5, 6, 3)
 
@@ -112,7 +112,7 @@ def test_a_waiting_request_asks_for_nothing_until_enough_is_free(
     rival.free(taken)
     assert scheduler.step()
     assert scheduler.step()
-    result = scheduler.result()
+    result = scheduler.finish()
     assert (result.finished, result.waits, result.steps) == (1, 1, 2)
     assert result.held.changes == [(3000.0, 3), (3060.0, 0)]
 
@@ -123,7 +123,7 @@ def test_a_request_waits_until_those_before_it_are_served(
     requests = make_requests([(0, 3), (10, 9), (20, 1)])
     scheduler = Scheduler(make_pool(4).connect(), requests, track=1, step_ms=STEP_MS)
     run(scheduler)
-    result = scheduler.result()
+    result = scheduler.finish()
     # The third comes at 20, and gets the slots that the first gives back at 90.
     assert result.held.changes == [(0.0, 2), (30.0, 4), (120.0, 2), (300.0, 0)]
     assert result.waits == 1
@@ -163,7 +163,7 @@ def test_schedulers_that_share_a_pool_finish_everything_without_a_mismatch(
     pairs = [(float(arrival), chance.choice([1, 2, 10, 64, 150])) for arrival in arrivals]
     running = share_out(pool, pairs, schedulers, make_requests)
     run_in_any_order(running, chance)
-    results = [scheduler.result() for scheduler in running]
+    results = [scheduler.finish() for scheduler in running]
     assert sum(result.finished for result in results) == len(arrivals)
     assert [result.findings for result in results] == [[]] * schedulers
     assert sorted(pool.free) == list(range(1, slots + 1))
@@ -178,5 +178,5 @@ def test_a_slot_that_is_granted_twice_is_reported(
     pool = make_pool(60, double_grant=grant)
     running = share_out(pool, [(0.0, chance.choice([2, 5, 70])) for _ in range(16)], 4, make_requests)
     run_in_any_order(running, chance)
-    found = sum(scheduler.result().mismatches for scheduler in running)
+    found = sum(scheduler.finish().mismatches for scheduler in running)
     assert (found > 0) == pool.doubled

@@ -83,6 +83,20 @@ def test_a_slot_that_was_granted_twice_is_freed_once(make_pool: MakePool) -> Non
     assert findings.lines == ["DuplicateSlot: slots [1] are named twice"]
 
 
+@pytest.mark.parametrize(("slots", "raising"), [(8, "free"), (2, "available_size")])
+def test_the_refusal_of_the_last_free_is_found_at_the_end(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, slots: int, raising: str
+) -> None:
+    pool = make_pool(slots)
+    worker = pool.connect()
+    pool.connect().alloc(2)
+    findings = Findings()
+    late_refusals(worker, monkeypatch, raising, 1)
+    SlotCalls(worker, findings).confirm()
+    assert len(findings) == 1
+    assert len(pool.free) == slots - 2
+
+
 def test_giving_back_nothing_sends_nothing(make_pool: MakePool) -> None:
     worker = make_pool(8).connect()
     SlotCalls(worker, Findings()).give_back([])

@@ -1,0 +1,169 @@
+"""One client, many threads: no slot is lost or doubled, and nobody gets another's answer."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from fresh_pool import FreshPool, FreshPoolFactory, drain
+
+from mambapool.client.allocator import SlotAllocator
+from mambapool.pool.errors import DoubleFree
+
+THREADS = 16
+ROUNDS = 250
+
+
+@pytest.fixture
+def switching() -> Iterator[None]:
+    """Threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def run_all(bodies: list[Callable[[], None]]) -> None:
+    """Run each in a thread of its own; raises what the first of them raised."""
+    failures: list[BaseException] = []
+
+    def run(body: Callable[[], None]) -> None:
+        try:
+            body()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(body,)) for body in bodies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+class StampingThread:
+    """Allocs and frees at random; writes its number into the rows of its slots, and looks before it frees."""
+
+    def __init__(self, allocator: SlotAllocator, rows: list[int], number: int) -> None:
+        self.allocator = allocator
+        self.rows = rows
+        self.number = number
+        self.chance = random.Random(number)
+        self.held: list[torch.Tensor] = []
+
+    def __call__(self) -> None:
+        for _ in range(ROUNDS):
+            self.alloc(self.chance.choice((1, 1, 2, 5)))
+            while len(self.held) > self.chance.randint(0, 4):
+                self.free(self.held.pop(self.chance.randrange(len(self.held))))
+            assert 0 <= self.allocator.available_size() <= 256
+        for slots in self.held:
+            self.free(slots)
+
+    def alloc(self, count: int) -> None:
+        slots = self.allocator.alloc(count)
+        if slots is None:
+            return
+        assert len(slots) == count
+        for slot in slots.tolist():
+            assert self.rows[slot] == 0, f"slot {slot} is thread {self.rows[slot]}'s"
+            self.rows[slot] = self.number
+        self.held.append(slots)
+
+    def free(self, slots: torch.Tensor) -> None:
+        for slot in slots.tolist():
+            assert self.rows[slot] == self.number
+            self.rows[slot] = 0
+        self.allocator.free(slots)
+
+
+class WindowThread(StampingThread):
+    """As a scheduler does it, with a window around every pass; all threads take from it."""
+
+    def alloc(self, count: int) -> None:
+        self.allocator.alloc_group_begin(8)
+        for _ in range(count):
+            super().alloc(1)
+        if self.chance.random() < 0.8:
+            self.allocator.alloc_group_end()
+
+
+@pytest.mark.usefixtures("switching")
+def test_many_threads_share_a_client_without_losing_or_doubling_a_slot(fresh_pool: FreshPoolFactory) -> None:
+    pool = fresh_pool(256)
+    allocator = pool.allocator()
+    rows = [0] * 257
+    kinds = [WindowThread] * 2 + [StampingThread] * (THREADS - 2)
+    run_all([kind(allocator, rows, number) for number, kind in enumerate(kinds, 1)])
+    allocator.alloc_group_end()
+    assert rows == [0] * 257
+    assert allocator.available_size() == 256
+    assert sorted(drain(allocator)) == list(range(1, 257))
+
+
+@pytest.mark.usefixtures("switching")
+def test_a_clear_while_other_threads_free_refuses_nothing_that_was_right(fresh_pool: FreshPoolFactory) -> None:
+    """Either a free comes before the clear, or the client itself finds the slot already free."""
+    pool = fresh_pool(64)
+    worker = pool.connect()
+    for _ in range(60):
+        slots = worker.allocator.alloc(64)
+        assert slots is not None
+
+        def free(slots: torch.Tensor) -> None:
+            for slot in slots:
+                with contextlib.suppress(DoubleFree):
+                    worker.allocator.free(slot)
+
+        run_all([lambda: free(slots[:32]), lambda: free(slots[32:]), worker.allocator.clear])
+        assert worker.allocator.free_slots.numel() == 64
+    refused = f"session {worker.session} (", "posted message"
+    assert not [line for line in pool.daemon.log.splitlines() if all(word in line for word in refused)]
+
+
+@pytest.mark.usefixtures("switching")
+def test_frees_inside_a_window_count_also_while_another_thread_sends_them(fresh_pool: FreshPoolFactory) -> None:
+    pool = fresh_pool(64)
+    assert pool.allocator().alloc(1) is not None
+    allocator, counts = pool.allocator(), set[int]()
+    sending: list[int] = [0]  # the number of the round, 0 between them
+
+    def count() -> None:
+        while sending[0] >= 0:
+            number = sending[0]
+            available = allocator.available_size()
+            if number and number == sending[0]:
+                counts.add(available)
+
+    def send() -> None:
+        for number in range(1, 300):
+            allocator.alloc_group_begin(32)
+            for _ in range(32):
+                allocator.free(allocator.alloc(1))  # type: ignore[arg-type]
+            sending[0] = number
+            # One more than there are: the frees go along, and nothing comes back.
+            assert allocator.alloc(64) is None
+            sending[0] = 0
+        sending[0] = -1
+
+    run_all([send, count])
+    assert counts == {63}
+
+
+def test_two_clients_of_one_process_are_two_holders(fresh_pool: FreshPoolFactory) -> None:
+    pool: FreshPool = fresh_pool(16)
+    first, second = pool.connect(), pool.connect()
+    assert first.allocator.alloc(4) is not None
+    slots = second.allocator.alloc(4)
+    assert slots is not None
+    first.close()
+    assert pool.available == 12
+    assert pool.held_by(second) == {5, 6, 7, 8}
+    second.allocator.free(slots)
+    assert second.allocator.available_size() == 16
