@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import select
 import signal
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,16 @@ from mambapool.pool.runtime_dir import RuntimeDir, check_socket_path
 from mambapool.service.children import Child, end_all
 from mambapool.service.config import AllocatorConfig, PoolConfig
 
+_log = logging.getLogger("mambapool.serve")
+
+#: An allocator that ended so soon after its start, so often in a row, is not brought back again. The first two
+#: times it is brought back at once, then after ever longer waits.
+SHORT_LIFE_S = 1.0
+MOST_SHORT_LIVES = 8
+
+#: What the allocator has to tell every client that a keeper died, before it is ended, too.
+LOST_IS_TOLD_S = 0.5
+
 # The first word of mambapool.pool.slot_table, which would bring numpy into this light parent.
 _TABLE_MAGIC = b"MAMBPOOL"
 
@@ -33,6 +45,7 @@ class ServeConfig:
     dir: str | os.PathLike[str] | None = None
     pools: tuple[PoolConfig, ...] = ()
     max_sessions: int = 1024
+    max_waiters: int = 1024
 
 
 class _Stop:
@@ -53,9 +66,9 @@ class _Stop:
     def _ask(self, _number: int, _frame: FrameType | None) -> None:
         self.asked = True
 
-    def wait(self) -> None:
-        """Until the next signal."""
-        select.select([self.wake], [], [])
+    def wait(self, timeout: float | None = None) -> None:
+        """Until the next signal, or so many seconds."""
+        select.select([self.wake], [], [], timeout)
         self.drain()
 
     def drain(self) -> None:
@@ -67,10 +80,12 @@ class _Stop:
 
 
 def serve(config: ServeConfig, announce: Callable[[RuntimeDir, dict[str, Any]], None]) -> None:
-    """Run keepers and allocator until SIGTERM or SIGINT; ``announce`` is called when they answer.
+    """Run keepers and allocator until SIGTERM or SIGINT; ``announce`` is called when they first answer.
 
-    Raises :class:`PoolLost` or :class:`AllocatorUnavailable` when one of them ends by itself: then the
-    others are ended too, and the states are gone. Has to run in the main thread.
+    An allocator that crashes is brought back: the states stay in the keepers, the slots with their holders.
+    Raises :class:`PoolLost` when a keeper ends by itself, for the states in it are gone, and
+    :class:`AllocatorUnavailable` when the allocator keeps crashing; the others are ended then. Has to run in
+    the main thread.
     """
     stop = _Stop()
     stop.install()
@@ -80,6 +95,11 @@ def serve(config: ServeConfig, announce: Callable[[RuntimeDir, dict[str, Any]], 
     _check_memory(config.pools)
     keepers: list[Child] = []
     allocators: list[Child] = []
+
+    def announce_first(ready: dict[str, Any]) -> None:
+        if len(allocators) == 1:
+            announce(directory, ready)
+
     try:
         for pool in config.pools:
             for rank in range(pool.shards):
@@ -87,16 +107,17 @@ def serve(config: ServeConfig, announce: Callable[[RuntimeDir, dict[str, Any]], 
         for keeper in keepers:
             if _until_ready(keeper, stop) is None:
                 return
-        allocator_config = AllocatorConfig(directory.path, config.pools, config.max_sessions, os.getpid())
-        allocator = Child.start("allocator", "mambapool.service.allocator_process", allocator_config.to_json())
-        allocators.append(allocator)
-        ready = _until_ready(allocator, stop)
-        if ready is None:
-            return
-        announce(directory, ready)
+        crashes = Crashes()
         while not stop.asked:
-            _check_children(keepers, allocator)
-            stop.wait()
+            started = time.monotonic()
+            allocator = _start_allocator(directory.path, config, fresh=not allocators)
+            allocators.append(allocator)
+            how = _until_ended(allocator, keepers, stop, announce_first)
+            if stop.asked:
+                break
+            pause = crashes.another(time.monotonic() - started, how)
+            _log.error("the allocator %s; it is brought back in %.1f s", how, pause)
+            stop.wait(pause)
     finally:
         # The allocator first: nobody shall be told of memory that is on its way out.
         for children in (allocators, keepers):
@@ -104,6 +125,51 @@ def serve(config: ServeConfig, announce: Callable[[RuntimeDir, dict[str, Any]], 
                 child.end()
             end_all(children)
         _remove_left_over(directory, config.pools)
+
+
+class Crashes:
+    """How long to wait before a crashed allocator is started again, and when not to."""
+
+    def __init__(self) -> None:
+        self._short_lives = 0
+
+    def another(self, lived_s: float, how: str) -> float:
+        """Seconds to wait after one that lived so long; :class:`AllocatorUnavailable` when it is hopeless."""
+        self._short_lives = self._short_lives + 1 if lived_s < SHORT_LIFE_S else 0
+        if self._short_lives >= MOST_SHORT_LIVES:
+            raise AllocatorUnavailable(
+                f"the allocator {how}, {self._short_lives} times in a row within {SHORT_LIFE_S:g} s of its start: "
+                "it is not brought back again; see its log above"
+            )
+        return 0.0 if self._short_lives < 2 else min(0.05 * 2**self._short_lives, 2.0)
+
+
+def _until_ended(
+    allocator: Child, keepers: list[Child], stop: _Stop, announce: Callable[[dict[str, Any]], None]
+) -> str:
+    """Until the allocator ended by itself, or a stop was asked for; how it ended, in words."""
+    ready = _until_ready(allocator, stop)
+    if ready is not None:
+        announce(ready)
+    while not stop.asked and not allocator.ended:
+        _check_keepers(keepers, allocator)
+        stop.wait()
+    if stop.asked:
+        return ""
+    _check_keepers(keepers, allocator)
+    return allocator.how_it_ended()
+
+
+def _start_allocator(directory: Path, config: ServeConfig, *, fresh: bool) -> Child:
+    allocator = AllocatorConfig(
+        dir=directory,
+        pools=config.pools,
+        max_sessions=config.max_sessions,
+        max_waiters=config.max_waiters,
+        parent_pid=os.getpid(),
+        fresh=fresh,
+    )
+    return Child.start("allocator", "mambapool.service.allocator_process", allocator.to_json())
 
 
 def _check_paths(directory: RuntimeDir, pools: tuple[PoolConfig, ...]) -> None:
@@ -195,9 +261,9 @@ def _until_ready(child: Child, stop: _Stop) -> dict[str, Any] | None:
     return None
 
 
-def _check_children(keepers: list[Child], allocator: Child) -> None:
+def _check_keepers(keepers: list[Child], allocator: Child) -> None:
     for keeper in keepers:
         if keeper.ended:
+            # The allocator has noticed, or is about to: every client shall hear it from there.
+            time.sleep(LOST_IS_TOLD_S if not allocator.ended else 0)
             raise PoolLost(f"the {keeper.name} {keeper.how_it_ended()}: its states are gone")
-    if allocator.ended:
-        raise AllocatorUnavailable(f"the allocator {allocator.how_it_ended()}")
