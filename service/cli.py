@@ -70,6 +70,7 @@ def main() -> None:
     "its own tensors.",
 )
 @option("--max-sessions", type=int, metavar="N", help="Sessions per pool.  [default: 1024]")
+@option("--max-waiters", type=int, metavar="N", help="Requests per pool that wait for slots.  [default: 1024]")
 @option(
     "--config",
     metavar="FILE.toml",
@@ -85,6 +86,7 @@ def serve(
     tp_size: int,
     device: str,
     max_sessions: int | None,
+    max_waiters: int | None,
     config: str | None,
     directory: str | None,
 ) -> None:
@@ -109,9 +111,11 @@ def serve(
         settings = read_config_file(config, _given_pool_flags())
         directory = directory if directory is not None else settings.dir
         max_sessions = max_sessions if max_sessions is not None else settings.max_sessions
+        max_waiters = max_waiters if max_waiters is not None else settings.max_waiters
         pools = settings.pools
-    sessions = {} if max_sessions is None else {"max_sessions": max_sessions}
-    run(ServeConfig(directory, pools, **sessions), _say_ready(pools))
+    given = {"max_sessions": max_sessions, "max_waiters": max_waiters}
+    limits = {name: value for name, value in given.items() if value is not None}
+    run(ServeConfig(directory, pools, **limits), _say_ready(pools))
 
 
 @command_line.command(short_help="Keep one shard's memory alone, until SIGTERM.")
@@ -152,16 +156,20 @@ def keeper(
 )
 @option("--slots", type=int, metavar="N", help="Make an allocator-only pool of N slots.")
 @option("--max-sessions", type=int, metavar="N", default=1024, show_default=True, help="Sessions per pool.")
+@option("--max-waiters", type=int, metavar="N", default=1024, show_default=True, help="Waiting requests per pool.")
 @dir_option
-def allocator(pool: str, slots: int | None, max_sessions: int, directory: str | None) -> None:
-    """Run the allocator alone, until SIGTERM; it serves the keepers that live in its directory."""
+def allocator(pool: str, slots: int | None, max_sessions: int, max_waiters: int, directory: str | None) -> None:
+    """Run the allocator alone, until SIGTERM; it serves the keepers that live in its directory.
+
+    What an allocator before it left there, it takes over: sessions that still live keep their slots.
+    """
     from mambapool.service.server import run_allocator
 
     _configure_logging()
     pools = (PoolConfig(pool, slots),) if slots is not None else ()
     place = RuntimeDir.for_server(directory)
     run_allocator(
-        AllocatorConfig(place.path, pools, max_sessions),
+        AllocatorConfig(place.path, pools, max_sessions, max_waiters),
         lambda ready: click.echo(f"mambapool ready: pid {ready['pid']}, {ready['endpoint']}"),
     )
 

@@ -72,6 +72,8 @@ class AllocatorConfig:
                 raise ConfigError(f"pool {name} is configured twice")
         if not 1 <= self.max_sessions <= 65536:
             raise ConfigError(f"max_sessions {self.max_sessions}: expected 1 to 65536")
+        if not 0 <= self.max_waiters <= 65536:
+            raise ConfigError(f"max_waiters {self.max_waiters}: expected 0 to 65536")
 
     def to_json(self) -> str:
         fields = {name: getattr(self, name) for name in self.__slots__}

@@ -27,7 +27,7 @@ from mambapool.pool.models import load_model_config, state_shape
 from mambapool.service.config import PoolConfig
 
 _POOL_KEYS = {"pool": str, "slots": int, "model": str, "state": list, "tp-size": int, "device": str}
-_TOP_KEYS = {"dir": str, "max-sessions": int, "pool": list}
+_TOP_KEYS = {"dir": str, "max-sessions": int, "max-waiters": int, "pool": list}
 _WORDS = {str: "a text", int: "a whole number", list: "a list"}
 
 DEFAULT_POOL = "default"
@@ -39,6 +39,7 @@ class FileSettings:
 
     dir: str | None
     max_sessions: int | None
+    max_waiters: int | None
     pools: tuple[PoolConfig, ...]
 
 
@@ -72,7 +73,8 @@ def read_config_file(path: str, flags: Mapping[str, Any]) -> FileSettings:
     entries = _pool_entries(content, path)
     _apply_flags(entries, flags, path)
     pools = tuple(_pool(entry, f"{path}, [[pool]] {number}") for number, entry in enumerate(entries, start=1))
-    return FileSettings(content.get("dir"), content.get("max-sessions"), pools)
+    limits = content.get("max-sessions"), content.get("max-waiters")
+    return FileSettings(content.get("dir"), *limits, pools)
 
 
 def _read(path: str) -> dict[str, Any]:
