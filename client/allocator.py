@@ -44,7 +44,7 @@ class SlotAllocator:
         self._table_items = table.items
         self._row = transport.session["row"]
         self._applied = table.layout.session(self._row) + S_APPLIED
-        self._limit = min(transport.session["limit"], self.size)
+        self._limit: int = min(transport.session["limit"], self.size)
         #: How often clear() was called: an alloc that waited over one does not know what it has.
         self._clears = 0
         self._tensors = SlotTensors(self.size, torch.device(device))
