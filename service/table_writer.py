@@ -118,11 +118,15 @@ class SlotTableWriter:
             table = cls(path, layout, mmap.mmap(fd, layout.size_bytes))
         finally:
             os.close(fd)
-        items = table._items
-        if items[st.H_SEQ] != items[st.H_DONE]:
-            table._apply()
-            items[st.H_DONE] = items[st.H_SEQ]
+        table._finish()
         return table
+
+    def _finish(self) -> None:
+        """Do again what a commit may have done in part: the same words are stored, so that nothing is lost."""
+        items = self._items
+        if items[st.H_SEQ] != items[st.H_DONE]:
+            self._apply()
+            items[st.H_DONE] = items[st.H_SEQ]
 
     @property
     def epoch(self) -> int:

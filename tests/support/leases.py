@@ -1,0 +1,42 @@
+"""Leases without processes: record locks do not conflict within one process, so that tests say who lives."""
+
+from __future__ import annotations
+
+from mambapool.pool.errors import ProtocolError
+from mambapool.service.leases import Lock
+
+
+class NamedLease:
+    """The lease of a client that lives until a test says otherwise."""
+
+    def __init__(self, name: bytes, leases: TestLeases) -> None:
+        self.name = name
+        self._leases = leases
+
+    def is_held(self) -> bool:
+        return self.name not in self._leases.dead
+
+    def close(self) -> None:
+        pass
+
+    def remove(self) -> None:
+        pass
+
+
+class TestLeases:
+    """Every lease is held, but for those in :attr:`dead`."""
+
+    __test__ = False
+
+    def __init__(self) -> None:
+        self.dead: set[bytes] = set()
+        self.open_names: set[bytes] = set()
+
+    def open(self, name: bytes) -> Lock:
+        if name in self.dead:
+            raise ProtocolError(f"nobody holds the lease {name.hex()}")
+        self.open_names.add(name)
+        return NamedLease(name, self)
+
+    def forget(self, lease: Lock, *, dead: bool) -> None:
+        self.open_names.discard(lease.name)
