@@ -77,7 +77,8 @@ class Dispatcher:
             if op in protocol.POSTED_OPS:
                 return self._posted(session, op, posted, message)
             return self._request(session, op, request_id, posted, oldest_open, message)
-        except ProtocolError as error:
+        # RecursionError: a value may be nested deeper than Python can show it in the text of an error.
+        except (ProtocolError, RecursionError) as error:
             self.malformed += 1
             known = request_id if type(request_id) is int and 0 <= request_id < MAX_NUMBER else 0
             return self._error(known, protocol.MALFORMED, str(error))
@@ -155,6 +156,7 @@ class Dispatcher:
     def _posted(self, session: Session, op: int, number: int, message: list[Any]) -> bytes | None:
         """Apply posted message ``number`` if it is the next one; answer only what is wrong."""
         if number <= session.applied:
+            _check_number(number)
             return None  # a repeat
         if number != session.applied + 1:
             return self._pack((0, self.epoch, protocol.GAP, session.applied))
@@ -183,12 +185,13 @@ class Dispatcher:
         self, pool: Pool, session: Session, number: int, frees: object, *, nil_allowed: bool = False
     ) -> None:
         """Stage posted message ``number``. One that is refused is used up all the same."""
-        if number <= session.applied:
-            return  # carried by a request that was sent again
         if frees is None and nil_allowed:
             pool.skip(session, number)
             return
         ids = frees if type(frees) is int else unpack_ids(frees)
+        if number <= session.applied:
+            _check_number(number)
+            return  # carried by a request that was sent again
         try:
             pool.give_back(session, ids, number)
         except InvalidSlots:
@@ -248,6 +251,11 @@ class Dispatcher:
 
     def _error(self, request_id: int, status: int, text: str) -> bytes:
         return self._pack((request_id, self.epoch, status, text))
+
+
+def _check_number(posted: int) -> None:
+    if not posted:
+        raise ProtocolError("what frees slots, and every posted message, has a number from 1 on in posted")
 
 
 def _check_count(count: object) -> None:
