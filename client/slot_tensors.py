@@ -11,6 +11,8 @@ from collections.abc import Iterable
 
 import torch
 
+from mambapool.pool.errors import InvalidSlots
+
 
 class SlotTensors:
     """Slot tensors of one pool on one device. Callers may not write into them."""
@@ -48,7 +50,8 @@ class SlotTensors:
         expected = torch.arange(self.slots + 1, device=self._all.device)
         wrong = torch.nonzero(self._all != expected).flatten().tolist()
         if wrong:
-            raise RuntimeError(
+            raise InvalidSlots(
                 f"somebody wrote into the tensors of slots {wrong[:16]}: alloc() hands out shared views, "
-                "clone one before changing it"
+                "clone one before changing it",
+                wrong,
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,10 +52,6 @@ def main() -> None:
         if "mambapool[worker]" not in str(error):
             raise
         click.echo(f"mambapool: {error}", err=True)
-        sys.exit(EXIT_FAILED)
-    except BrokenPipeError:
-        # Whoever read our output has gone, `mambapool status | head`; nothing is left to say.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_FAILED)
     except OSError as error:
         click.echo(f"mambapool: {error}", err=True)

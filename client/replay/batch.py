@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from mambapool.client.replay.admission import Holding
 from mambapool.client.replay.checks import Check, verify
 from mambapool.client.replay.findings import Findings
+from mambapool.client.replay.inputs import Inputs
 from mambapool.client.replay.mapped_states import MappedStates
 from mambapool.client.replay.pool_api import Worker
 from mambapool.client.replay.private_states import PrivateStates, SlotWords
@@ -29,7 +31,7 @@ class _Running:
     turn: int = 0
 
     def track_check(self, track: int, step: int) -> Check:
-        slot = self.holding.tracks[track]
+        slot = int(self.holding.tracks[track])
         return Check(self.holding.request.index, step, slot, f"track {track}", self.tracked[track])
 
 
@@ -46,10 +48,11 @@ class Batch:
         self._pool = worker.pool
         self._mapped = MappedStates(worker.states)
         self._private = PrivateStates(self._mapped.tensors)
+        self._inputs = Inputs(self._mapped.tensors)
         self._findings = findings
         # One entry per running request, all in the same order, which is that of the private rows too.
         self._running: list[_Running] = []
-        self._slots = torch.empty(0, dtype=torch.int64)
+        self._slots = np.empty(0, np.int64)
         self._requests = np.empty(0, np.uint32)
         self._steps = np.empty(0, np.uint32)
         self._ends = np.empty(0, np.uint32)
@@ -64,9 +67,9 @@ class Batch:
             return
         requests = np.array([holding.request.index for holding in holdings], np.uint32)
         steps = np.zeros_like(requests)
-        drives = drive(requests, steps)
-        self._mapped.start(torch.cat([holding.slot for holding in holdings]), drives)
-        self._private.start(drives)
+        inputs = self._inputs.of(drive(requests, steps))
+        self._mapped.start(_ids([holding.slot for holding in holdings]), inputs)
+        self._private.start(inputs)
         self._running += [_Running(holding, self._start_tracks(holding)) for holding in holdings]
         self._requests = np.concatenate((self._requests, requests))
         self._steps = np.concatenate((self._steps, steps))
@@ -77,9 +80,9 @@ class Batch:
     def step(self) -> list[Holding]:
         """One step of every running request (there must be one); returns the finished ones' holdings."""
         self._steps += np.uint32(1)
-        drives = drive(self._requests, self._steps)
-        self._mapped.advance(self._slots, drives)
-        self._private.advance(drives)
+        inputs = self._inputs.of(drive(self._requests, self._steps))
+        self._mapped.advance(self._slots, inputs)
+        self._private.advance(inputs)
         self._steps_to_event -= 1
         if self._steps_to_event:
             return []
@@ -91,7 +94,7 @@ class Batch:
     def _plan(self) -> None:
         """Gather the slots, and count the steps to the next copy or end: others need no second look."""
         if self._running:
-            self._slots = torch.cat([running.holding.slot for running in self._running])
+            self._slots = _ids([running.holding.slot for running in self._running])
             to_end = int((self._ends - self._steps).min())
             to_copy = TRACK_EVERY - int((self._steps % TRACK_EVERY).max())
             self._steps_to_event = min(to_end, to_copy)
@@ -100,9 +103,9 @@ class Batch:
         if not holding.tracks:
             return []
         steps = np.uint32(FIRST_TRACK_STEP) - np.arange(len(holding.tracks), dtype=np.uint32)
-        drives = drive(np.full_like(steps, holding.request.index), steps)
-        self._mapped.start(torch.cat(holding.tracks), drives)
-        return [list(words) for words in zip(*self._private.inputs(drives), strict=True)]
+        inputs = self._inputs.of(drive(np.full_like(steps, holding.request.index), steps))
+        self._mapped.start(_ids(holding.tracks), inputs)
+        return [list(words) for words in zip(*inputs, strict=True)]
 
     def _copy_into_tracks(self) -> None:
         for row in np.flatnonzero(self._steps % TRACK_EVERY == 0).tolist():
@@ -112,14 +115,14 @@ class Batch:
             # One at a time: if two requests were given the same track slot, one of them is to see it here.
             state, track = self._state_check(row), running.track_check(running.turn, int(self._steps[row]))
             verify(self._mapped, [state, track], self._findings)
-            self._pool.copy(state.slot, track.slot)
+            self._pool.copy(running.holding.slot, running.holding.tracks[running.turn])
             running.tracked[running.turn] = state.expected
             running.turn = (running.turn + 1) % len(running.tracked)
 
     def _state_check(self, row: int) -> Check:
         holding = self._running[row].holding
         step = int(self._steps[row])
-        return Check(holding.request.index, step, holding.slot, "its state", self._private.row(row))
+        return Check(holding.request.index, step, int(holding.slot), "its state", self._private.row(row))
 
     def _finish(self) -> list[Holding]:
         stays = self._steps < self._ends
@@ -135,9 +138,15 @@ class Batch:
             self._drop(stays)
         return finished
 
-    def _drop(self, stays: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> None:
+    def _drop(self, stays: NDArray[np.bool_]) -> None:
         self._private.keep(stays)
         self._running = [running for running, stay in zip(self._running, stays, strict=True) if stay]
         self._requests = self._requests[stays]
         self._steps = self._steps[stays]
         self._ends = self._ends[stays]
+
+
+def _ids(slots: Sequence[torch.Tensor]) -> NDArray[np.int64]:
+    """The ids in slot tensors of one element each."""
+    ids: NDArray[np.int64] = torch.cat(list(slots)).numpy()
+    return ids

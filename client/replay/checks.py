@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 
 from mambapool.client.replay.findings import Findings
 from mambapool.client.replay.mapped_states import MappedStates
@@ -15,20 +15,20 @@ from mambapool.client.replay.private_states import SlotWords
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A slot (int64, one element) in which a request keeps what ``holds`` says, and what it must be."""
+    """A slot in which a request keeps what ``holds`` says, and what it must be."""
 
     request: int
     step: int
-    slot: torch.Tensor
+    slot: int
     holds: str
     expected: SlotWords
 
 
 def verify(mapped: MappedStates, checks: Sequence[Check], findings: Findings) -> None:
     """Read all the slots at once, and report the first difference of each that differs."""
-    read = mapped.read(torch.cat([check.slot for check in checks]))
+    read = mapped.read(np.array([check.slot for check in checks]))
     for check, *found in zip(checks, *read, strict=True):
         difference = first_difference(mapped.tensors, found, check.expected)
         if difference is not None:
-            line = describe(check.request, int(check.slot), check.holds, check.step, difference)
+            line = describe(check.request, check.slot, check.holds, check.step, difference)
             findings.spoiled(check.request, line)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mambapool.client.replay.recurrence import MULTIPLIER, Words, weights
+from mambapool.client.replay.recurrence import MULTIPLIER, Words
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,16 @@ class TensorWords:
     words: int
     bits: int
 
+    @property
+    def word(self) -> type[np.int32] | type[np.int16]:
+        return np.int32 if self.bits == 32 else np.int16
+
 
 class MappedStates:
-    """The mapped tensors ``[layers, N + 1, *shape]`` of a pool, read and written as integer words.
+    """The mapped tensors ``[layers, N + 1, *shape]`` of a pool in host memory, as integer words.
 
-    Works on any device; a step is four kernels per tensor, whatever the number of requests.
+    Through numpy, because a step is a handful of operations on some ten KiB, and what torch spends on each
+    of them before it touches the data is more than twice what all of them take here.
     """
 
     def __init__(self, states: Mapping[str, torch.Tensor]) -> None:
@@ -38,50 +43,50 @@ class MappedStates:
         self.tensors = tuple(
             _describe(name, tensor, view) for (name, tensor), view in zip(states.items(), self._views, strict=True)
         )
-        self._device = self._views[0].device
-        self._weights = [
-            torch.from_numpy(weights(tensor.words, tensor.bits)).to(self._device).view(view.shape[0], 1, -1)
-            for tensor, view in zip(self.tensors, self._views, strict=True)
-        ]
+        self._multipliers = [tensor.word(MULTIPLIER[tensor.bits]) for tensor in self.tensors]
 
-    def start(self, slots: torch.Tensor, drives: NDArray[np.int32]) -> None:
-        """Overwrite the rows of ``slots`` (int64, one dimension) by the input of ``drives``, one per slot.
+    def start(self, slots: NDArray[np.int64], inputs: Sequence[Words]) -> None:
+        """Overwrite ``slots`` by ``inputs``, per tensor an array ``[len(slots), words]``.
 
         Whatever the slots' last owners left in them is gone.
         """
-        for view, inputs in zip(self._views, self._inputs(drives), strict=True):
-            view.index_copy_(1, slots, inputs)
+        for view, words in zip(self._views, inputs, strict=True):
+            view[:, slots] = _by_layer(words, view)
 
-    def advance(self, slots: torch.Tensor, drives: NDArray[np.int32]) -> None:
-        """One step of the recurrence for the rows of ``slots``, in place."""
-        for tensor, view, inputs in zip(self.tensors, self._views, self._inputs(drives), strict=True):
-            rows = view.index_select(1, slots)
-            torch.add(inputs, rows, alpha=MULTIPLIER[tensor.bits], out=rows)
-            view.index_copy_(1, slots, rows)
+    def advance(self, slots: NDArray[np.int64], inputs: Sequence[Words]) -> None:
+        """One step of the recurrence for ``slots``: gathered, advanced, and written back."""
+        for view, multiplier, words in zip(self._views, self._multipliers, inputs, strict=True):
+            rows = view.take(slots, axis=1)
+            rows *= multiplier
+            rows += _by_layer(words, view)
+            view[:, slots] = rows
 
-    def read(self, slots: torch.Tensor) -> list[Words]:
-        """A copy of the rows of ``slots``, per tensor an array ``[len(slots), words]``."""
+    def read(self, slots: NDArray[np.int64]) -> list[Words]:
+        """A copy of ``slots``, per tensor an array ``[len(slots), words]``."""
         return [
-            view.index_select(1, slots).transpose(0, 1).reshape(len(slots), -1).cpu().numpy()
-            for view in self._views
+            view.take(slots, axis=1).transpose(1, 0, 2).reshape(len(slots), tensor.words)
+            for view, tensor in zip(self._views, self.tensors, strict=True)
         ]
 
-    def _inputs(self, drives: NDArray[np.int32]) -> list[torch.Tensor]:
-        """The inputs of one step, per tensor ``[layers, len(drives), words per layer]``."""
-        column = torch.from_numpy(drives).to(self._device).view(1, -1, 1)
-        return [column.to(weight.dtype) * weight for weight in self._weights]
 
-
-def _word_view(tensor: torch.Tensor) -> torch.Tensor:
+def _word_view(tensor: torch.Tensor) -> Words:
     """The same memory as ``[layers, rows, words per layer]`` of int32, or of int16 where that is no whole."""
     layers, rows = tensor.shape[:2]
     if tensor.element_size() == 4:
-        return tensor.view(torch.int32).view(layers, rows, -1)
-    halves = tensor.view(torch.int16).view(layers, rows, -1)
-    return halves.view(torch.int32) if halves.shape[-1] % 2 == 0 else halves
+        view = tensor.view(torch.int32).view(layers, rows, -1)
+    else:
+        view = tensor.view(torch.int16).view(layers, rows, -1)
+        if view.shape[-1] % 2 == 0:
+            view = view.view(torch.int32)
+    words: Words = view.numpy()
+    return words
 
 
-def _describe(name: str, tensor: torch.Tensor, view: torch.Tensor) -> TensorWords:
+def _describe(name: str, tensor: torch.Tensor, view: Words) -> TensorWords:
     shape = (tensor.shape[0], *tensor.shape[2:])
-    bits = 8 * view.element_size()
-    return TensorWords(name, shape, tensor.element_size(), view.shape[0] * view.shape[2], bits)
+    return TensorWords(name, shape, tensor.element_size(), view.shape[0] * view.shape[2], 8 * view.itemsize)
+
+
+def _by_layer(words: Words, view: Words) -> Words:
+    """``[slots, words]`` as ``[layers, slots, words per layer]``; no copy."""
+    return words.reshape(len(words), view.shape[0], view.shape[2]).transpose(1, 0, 2)

@@ -118,7 +118,7 @@ def test_a_scheduler_that_dies_fails_the_run_and_leaves_no_process(daemon_with_s
             os.kill(pids["replay-1"], signal.SIGKILL)
 
     with pytest.raises(ReplayFailed, match=r"scheduler 1 \(pid \d+\) was ended by SIGKILL without a result"):
-        run_replay(options_for(daemon_with_states, limit=2000, speed=1.0), kill_one)
+        run_replay(options_for(daemon_with_states, limit=200, speed=1.0), kill_one)
     assert len(pids) == 2
     assert not any(map(is_running, pids.values()))
 
@@ -133,7 +133,7 @@ def test_an_interrupted_replay_ends_its_schedulers_and_gives_everything_back(
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_replay(options_for(daemon_with_states, limit=2000, speed=1.0), interrupt)
+        run_replay(options_for(daemon_with_states, limit=200, speed=1.0), interrupt)
     assert len(pids) == 2
     assert not any(map(is_running, pids.values()))
     assert daemon_with_states.pool()["free"] == 300

@@ -49,10 +49,12 @@ def started(config: str, *interpreter_options: str) -> Iterator[Started]:
         [*command, str(writing)], pass_fds=[writing], stderr=subprocess.PIPE, text=True
     ) as process:
         os.close(writing)
-        with os.fdopen(reading) as pipe:
-            told = json.loads(pipe.readline())
-        yield Started(process, told, time.perf_counter() - began)
-        process.terminate()
+        try:
+            with os.fdopen(reading) as pipe:
+                told = json.loads(pipe.readline())
+            yield Started(process, told, time.perf_counter() - began)
+        finally:
+            process.terminate()
 
 
 @pytest.fixture

@@ -93,12 +93,12 @@ def test_the_module_and_the_console_script_are_one() -> None:
     assert callable(getattr(importlib.import_module(module), function))
     # What pip writes into bin/mambapool.
     script = f"import sys; sys.argv[0] = 'mambapool'; from {module} import {function}; sys.exit({function}())"
-    for arguments in (["--help"], ["serve", "--slots", "0"]):
-        command = [sys.executable, "-c", script, *arguments]
-        by_script = subprocess.run(command, capture_output=True, text=True, check=False)
-        by_module = mambapool(*arguments)
-        assert by_script.returncode == by_module.returncode
-        assert (by_script.stdout, by_script.stderr) == (by_module.stdout, by_module.stderr)
+    command = [sys.executable, "-c", script, "serve", "--slots", "x"]
+    by_script = subprocess.run(command, capture_output=True, text=True, check=False)
+    by_module = mambapool("serve", "--slots", "x")
+    assert by_script.returncode == by_module.returncode == 2
+    assert by_script.stderr == by_module.stderr
+    assert by_script.stderr.startswith("Usage: mambapool serve")
 
 
 def without(modules: str, *command_lines: str) -> subprocess.CompletedProcess[str]:
@@ -109,13 +109,12 @@ def without(modules: str, *command_lines: str) -> subprocess.CompletedProcess[st
     )
 
 
-def test_help_and_status_work_where_torch_is_not_installed(daemon: Daemon) -> None:
-    helps = [f"{name} --help" for name in COMMANDS]
-    done = without("torch", *helps, f"status --dir {daemon.dir}", f"status --dir {daemon.dir} --json")
+def test_help_and_status_need_no_torch_and_what_does_not_draw_no_rich(daemon: Daemon) -> None:
+    status = f"status --dir {daemon.dir}"
+    done = without("torch", *(f"{name} --help" for name in COMMANDS), status)
     assert done.returncode == 0, done.stderr
     assert "default" in done.stdout
 
-
-def test_what_does_not_draw_needs_no_rich(daemon: Daemon) -> None:
-    done = without("torch,rich", "--version", f"status --dir {daemon.dir} --json")
+    done = without("torch,rich", "--version", f"{status} --json")
     assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["pid"] == daemon.allocator_pid

@@ -69,7 +69,11 @@ BAD = [
     ("replay", USAGE, "Missing argument 'TRACE'"),
     ("replay {}/trace.jsonl", NOT_REACHABLE, "no daemon is ready in {}/run"),
     # Places.
-    ("serve --slots 4 --dir {}/open", FAILED, "{}/open can be written by others (mode 0777); run: chmod 700 {}/open"),
+    (
+        "serve --slots 4 --dir {}/open",
+        FAILED,
+        "{}/open can be written by others (mode 0777); run: chmod 700 {}/open",
+    ),
     ("keeper --slots 4 --state c=float32:1x2 --dir {}/open", FAILED, "{}/open can be written by others"),
     ("serve --slots 4 --dir {}/text.json", FAILED, "{}/text.json: File exists"),
     ("serve --slots 4 --dir {}/text.json/run", FAILED, "{}/text.json/run: Not a directory"),

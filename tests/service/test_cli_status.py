@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import Command
 from daemons import SMALL_STATE, Daemon, mambapool
 
 from mambapool.pool.runtime_dir import candidates
@@ -40,6 +45,7 @@ HOLDER_KEYS = {
     "guarantee": int,
     "limit": int,
 }
+#: Of one rank's SMALL_STATE.
 BYTES_PER_SLOT = 2 * 6 * 3 * 2 + 2 * 2 * 4 * 4 * 4
 
 FILE = f"""
@@ -54,9 +60,17 @@ slots = 5
 """
 
 
+@dataclass(frozen=True)
+class Served:
+    """A running daemon."""
+
+    dir: Path
+    allocator_pid: int
+
+
 @pytest.fixture
 def busy(daemon_factory: Any, runtime_dir: Path) -> Daemon:
-    """Two pools from a file; three sessions hold slots, one of them in a window."""
+    """Two pools from a file and one that a client made; three sessions hold slots, one of them in a window."""
     file = runtime_dir.with_suffix(".toml")
     file.write_text(FILE)
     daemon: Daemon = daemon_factory(slots=None, options=("--config", str(file)))
@@ -75,6 +89,9 @@ def only_keys(value: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_status_shows_every_pool_its_counts_and_its_holders(busy: Daemon) -> None:
+    assert busy.ready_line.endswith(
+        f"pool two-shards: 12 slots of {BYTES_PER_SLOT} bytes on 2 shards, pool ids-only: 5 slots, allocator-only\n"
+    )
     done = mambapool("status", "--dir", str(busy.dir), "--json")
     assert (done.returncode, done.stderr) == (0, "")
     status = json.loads(done.stdout)
@@ -82,6 +99,7 @@ def test_status_shows_every_pool_its_counts_and_its_holders(busy: Daemon) -> Non
     ready = busy.directory.read_ready()
     assert ready is not None
     assert (header["epoch"], header["pid"]) == (ready["epoch"], ready["pid"])
+    assert ready["pools"] == ["ids-only", "two-shards"], "those that it was started with"
     assert 0 < header["uptime_s"] < 60
 
     pools = {pool["name"]: pool for pool in status["pools"]}
@@ -131,47 +149,60 @@ def test_status_shows_every_pool_its_counts_and_its_holders(busy: Daemon) -> Non
     assert ["two-shards", session, "[/b]", "engine", "0", pid, "1", "live", "2", "4"] in lines
 
 
-def test_status_finds_the_directory_in_the_environment(daemon: Daemon) -> None:
-    by_environment = mambapool("status", "--json", MAMBAPOOL_DIR=str(daemon.dir))
-    assert json.loads(by_environment.stdout)["pid"] == daemon.allocator_pid
-    by_variable = mambapool("status", "--dir", str(daemon.dir), MAMBAPOOL_DIR="/nowhere", MAMBAPOOL_JSON="1")
-    assert json.loads(by_variable.stdout)["pid"] == daemon.allocator_pid
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    """A daemon whose every setting comes from the environment."""
+    with tempfile.TemporaryDirectory(prefix="mambapool-") as parent:
+        directory = Path(parent, "run")
+        settings = {"DIR": str(directory), "SLOTS": "6", "STATE": " ".join(SMALL_STATE), "POOL": "env"}
+        environment = {f"MAMBAPOOL_{name}": value for name, value in settings.items()}
+        with Command("serve", **environment) as command:
+            line = command.ready_line()
+            assert line.endswith(f"pool env: 6 slots of {BYTES_PER_SLOT} bytes\n")
+            yield Served(directory, json.loads((directory / "ready").read_text())["pid"])
 
 
-def test_a_reader_that_goes_away_causes_no_traceback(daemon: Daemon) -> None:
+def test_status_finds_the_directory_in_the_environment(served: Served) -> None:
+    by_environment = mambapool("status", "--json", MAMBAPOOL_DIR=str(served.dir))
+    assert json.loads(by_environment.stdout)["pid"] == served.allocator_pid
+    by_flag = mambapool("status", "--dir", str(served.dir), MAMBAPOOL_DIR="/nowhere", MAMBAPOOL_JSON="1")
+    assert json.loads(by_flag.stdout)["pid"] == served.allocator_pid
+
+
+def test_a_reader_that_goes_away_causes_no_traceback(served: Served) -> None:
     for options in ("", "--json"):
-        shell = f"{sys.executable} -m mambapool.service status --dir {daemon.dir} {options} | head -c 1"
+        shell = f"{sys.executable} -m mambapool.service status --dir {served.dir} {options} | head -c 1"
         done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=False)
         assert (done.returncode, len(done.stdout), done.stderr) == (0, 1, "")
 
     # So that the first write already finds nobody.
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "mambapool.service", "status", "--dir", str(daemon.dir)]
+    command = [sys.executable, "-m", "mambapool.service", "status", "--dir", str(served.dir)]
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writing)
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_an_allocator_that_does_not_answer_is_not_reachable_within_the_timeout(daemon: Daemon) -> None:
-    with daemon.stopped():
-        began = time.monotonic()
-        done = mambapool("status", "--dir", str(daemon.dir), "--timeout", "300ms")
-        took = time.monotonic() - began
+def test_an_allocator_that_does_not_answer_is_not_reachable_within_the_timeout(served: Served) -> None:
+    os.kill(served.allocator_pid, signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        done = mambapool("status", "--dir", str(served.dir), "--timeout", "300ms")
+    finally:
+        os.kill(served.allocator_pid, signal.SIGCONT)
+    assert time.monotonic() - began < 10, "300 ms, and the time that a process takes to start"
     assert done.returncode == 4
-    assert str(daemon.dir) in done.stderr
+    assert str(served.dir) in done.stderr
     assert "did not answer within 0.3 s" in done.stderr
     assert done.stderr.count("\n") == 1
-    assert took < 10, "300 ms, and the time that a process takes to start"
 
 
 def test_where_nobody_is_the_directory_that_was_looked_at_is_named(runtime_dir: Path) -> None:
-    by_flag = mambapool("status", "--dir", str(runtime_dir))
-    by_environment = mambapool("status", MAMBAPOOL_DIR=str(runtime_dir))
-    for done in (by_flag, by_environment):
-        assert (done.returncode, done.stdout) == (4, "")
-        assert f"no daemon is ready in {runtime_dir}: start one with `mambapool serve`" in done.stderr
-        assert done.stderr.count("\n") == 1
+    done = mambapool("status", "--dir", str(runtime_dir), MAMBAPOOL_DIR="/nowhere")
+    assert (done.returncode, done.stdout) == (4, "")
+    assert f"no daemon is ready in {runtime_dir}: start one with `mambapool serve`" in done.stderr
+    assert done.stderr.count("\n") == 1
     assert not runtime_dir.exists(), "a look made the directory"
 
 

@@ -123,6 +123,25 @@ def test_what_is_no_message_is_answered_and_changes_nothing(client: Client, body
     assert client.alloc(1)[2:] == [protocol.OK, 1]
 
 
+@pytest.mark.parametrize("depth", [100, 900, 1000, 1015])
+@every_op
+def test_a_field_that_is_nested_deeply_is_malformed(client: Client, op: int, depth: int) -> None:
+    before = everything(client.connection.dispatcher)
+    deep = b"\x91" * depth + b"\xc0"
+    for place in range(6, len(message(op))):
+        fields = [deep if at == place else msgpack.packb(value) for at, value in enumerate(message(op))]
+        reply = client.connection.send_body(bytes([0x90 + len(fields)]) + b"".join(fields))
+        assert reply is not None
+        assert protocol.unpack(reply, 0)[2] == protocol.MALFORMED
+    if op == protocol.HELLO:
+        for key in hello_map():
+            fields = [*map(msgpack.packb, message(op)[:6]), b"\x81" + msgpack.packb(key) + deep]
+            reply = client.connection.send_body(b"\x97" + b"".join(fields))
+            assert reply is not None
+            assert protocol.unpack(reply, 0)[2] == protocol.MALFORMED
+    assert everything(client.connection.dispatcher) == before
+
+
 def test_messages_that_are_not_understood_are_counted(dispatcher: Dispatcher) -> None:
     reply = dispatcher.answer_malformed("a message has one frame, not 3")
     assert protocol.unpack(reply, 0) == [0, EPOCH, protocol.MALFORMED, "a message has one frame, not 3"]

@@ -62,7 +62,6 @@ def test_a_repeat_is_not_answered_and_changes_nothing(client: Client) -> None:
         (END, ids(2, 3), 2),
         (CLEAR, None, 1),
         (CANCEL, 2, 2),
-        (FREE, 4, 0),
     ):
         assert client.post(op, argument, posted=number) is None
     assert everything(client.connection.dispatcher) == before
@@ -187,6 +186,16 @@ def test_clear_takes_nil_only(client: Client, argument: Any) -> None:
     client.alloc(2)
     before = everything(client.connection.dispatcher)
     reply = client.post(CLEAR, argument)
+    assert reply is not None
+    assert reply[2] == MALFORMED
+    assert everything(client.connection.dispatcher) == before
+
+
+@pytest.mark.parametrize(("op", "argument"), [(FREE, 1), (END, None), (CLEAR, None), (CANCEL, 2)])
+def test_posted_messages_are_numbered_from_one_on(client: Client, op: int, argument: int | None) -> None:
+    client.alloc(2)
+    before = everything(client.connection.dispatcher)
+    reply = client.post(op, argument, posted=0)
     assert reply is not None
     assert reply[2] == MALFORMED
     assert everything(client.connection.dispatcher) == before

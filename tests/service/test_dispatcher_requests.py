@@ -10,7 +10,7 @@ import pytest
 from dispatching import EPOCH, Client, everything, ids, slots_of
 
 from mambapool.pool import protocol
-from mambapool.pool.protocol import GAP, MALFORMED, NONE, NOT_OPEN, OK
+from mambapool.pool.protocol import FREE, GAP, MALFORMED, NONE, NOT_OPEN, OK
 from mambapool.service.pools import Pool
 from mambapool.service.sessions import MAX_OPEN
 
@@ -164,7 +164,7 @@ def test_a_carried_free_is_applied_once_though_the_request_is_repeated(client: C
 
 def test_frees_that_came_as_a_posted_message_before_are_not_applied_again(client: Client, pool: Pool) -> None:
     client.alloc(4)
-    assert client.post(protocol.FREE, ids(1, 2), posted=1) is None
+    assert client.post(FREE, ids(1, 2), posted=1) is None
     assert client.alloc(1, ids(1, 2), posted=1)[2:] == [OK, 5]
     assert free_list(pool)[-2:] == [1, 2]
 
@@ -208,25 +208,41 @@ def test_an_empty_bin_frees_nothing(client: Client, pool: Pool) -> None:
     assert (client.session.applied, client.session.held) == (1, 3)
 
 
+def test_a_request_that_carries_frees_has_a_number_for_them(client: Client) -> None:
+    client.alloc(2)
+    before = everything(client.connection.dispatcher)
+    for reply in (client.alloc(1, 1, posted=0), client.begin(1, 1, posted=0)):
+        assert reply[2] == MALFORMED
+    assert everything(client.connection.dispatcher) == before
+
+
+def test_frees_that_are_no_ids_are_malformed_in_a_repeat_too(client: Client) -> None:
+    client.alloc(2)
+    client.post(FREE, 1)
+    before = everything(client.connection.dispatcher)
+    assert client.request(protocol.ALLOC, 1, "1", posted=1)[2] == MALFORMED
+    assert everything(client.connection.dispatcher) == before
+
+
 # Posted messages that a request has to wait for.
 
 
 def test_a_request_that_is_ahead_of_the_posted_messages_is_answered_gap(client: Client) -> None:
     client.alloc(4)
-    client.post(protocol.FREE, 1)
+    client.post(FREE, 1)
     before = everything(client.connection.dispatcher)
     assert client.alloc(1, id=9, posted=2) == [9, EPOCH, GAP, 1]
     assert client.begin(1, id=9, posted=5) == [9, EPOCH, GAP, 1]
     assert client.alloc(1, 3, id=9, posted=3) == [9, EPOCH, GAP, 1]
     assert everything(client.connection.dispatcher) == before
-    client.post(protocol.FREE, 2, posted=2)
+    client.post(FREE, 2, posted=2)
     assert client.alloc(1, 3, id=9, posted=3)[2:] == [OK, 5]
 
 
 def test_a_request_behind_the_posted_messages_is_answered(client: Client) -> None:
     client.alloc(4)
-    client.post(protocol.FREE, 1)
-    client.post(protocol.FREE, 2)
+    client.post(FREE, 1)
+    client.post(FREE, 2)
     assert client.alloc(1, posted=1)[2] == OK
 
 

@@ -14,7 +14,6 @@ import pytest
 from commands import Command, children_of, is_running, running
 from daemons import SMALL_STATE, Daemon, wait_until
 
-from mambapool.client import errors
 from mambapool.pool.slot_table import MAGIC
 from mambapool.pool.version import VERSION
 from mambapool.service import serve as serve_module
@@ -171,30 +170,6 @@ def test_serve_ends_with_its_children_when_one_of_them_dies(
         assert "Traceback" not in command.stderr
     assert not any(is_running(pid) for pid in children)
     assert names(runtime_dir) == LOCKS
-
-
-def test_a_file_serves_several_pools(daemon_factory: DaemonFactory, runtime_dir: Path) -> None:
-    file = runtime_dir.with_suffix(".toml")
-    file.write_text(
-        '[[pool]]\npool = "engine-a"\nslots = 8\nstate = ["c=float32:1x2"]\ntp-size = 2\n'
-        '[[pool]]\npool = "engine-b"\nslots = 5\n'
-    )
-    daemon = daemon_factory(slots=None, options=("--config", str(file)))
-    assert daemon.ready_line.endswith(
-        "pool engine-a: 8 slots of 8 bytes on 2 shards, pool engine-b: 5 slots, allocator-only\n"
-    )
-    assert json.loads((runtime_dir / "ready").read_text())["pools"] == ["engine-a", "engine-b"]
-    worker = daemon.connect(pool="engine-a", rank=1)
-    assert worker.states["c"].shape == (1, 9, 2)
-    assert daemon.connect(pool="engine-b").allocator.size == 5
-    with pytest.raises(errors.UnknownPool, match="'default'.*engine-a, engine-b"):
-        daemon.connect()
-
-
-def test_environment_variables_configure_a_daemon(daemon_factory: DaemonFactory) -> None:
-    environment = {"MAMBAPOOL_SLOTS": "6", "MAMBAPOOL_STATE": " ".join(SMALL_STATE), "MAMBAPOOL_POOL": "env"}
-    daemon = daemon_factory(slots=None, environment=environment)
-    assert daemon.ready_line.endswith("pool env: 6 slots of 328 bytes\n")
 
 
 def test_serve_without_slots_has_no_pool_until_a_client_makes_one(daemon_factory: DaemonFactory) -> None:

@@ -53,13 +53,14 @@ def crash_before(line: int | None) -> Iterator[list[int]]:
         return trace
 
     before = sys.gettrace()
-    small, table_writer.SMALL_BATCH = table_writer.SMALL_BATCH, 10**9
+    small = vars(table_writer)["SMALL_BATCH"]
+    vars(table_writer)["SMALL_BATCH"] = 10**9
     sys.settrace(trace)
     try:
         yield ran
     finally:
         sys.settrace(before)
-        table_writer.SMALL_BATCH = small
+        vars(table_writer)["SMALL_BATCH"] = small
 
 
 @dataclass

@@ -29,6 +29,8 @@ EPOCH = 0x0123_4567_89AB
 BUSY_SLOTS = 64
 BUSY_CYCLE = 23
 
+#: The allocator's process in ``messages.json``.
+GOLDEN_PID = 4242
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "messages.json"
 
 
@@ -242,7 +244,42 @@ def write_busily(directory: Path, stop: multiprocessing.synchronize.Event) -> No
             pool.commit()
 
 
-def golden_exchanges() -> list[dict[str, Any]]:
-    """The exchanges of ``messages.json``; see ``docs/protocol.md``."""
-    exchanges: list[dict[str, Any]] = json.loads(GOLDEN.read_text())["exchanges"]
-    return exchanges
+@dataclass(frozen=True)
+class Exchange:
+    """One message to the allocator and what comes back, from ``messages.json``; see ``docs/protocol.md``."""
+
+    name: str
+    #: Which connection it comes over: 1, or 2 after the first was lost.
+    connection: int
+    #: ``"request"`` never reaches the allocator, ``"reply"`` never the client.
+    lost: str | None
+    request: bytes
+    reply: bytes | None
+    #: The decoded fields of both.
+    request_fields: list[Any]
+    reply_fields: list[Any]
+
+
+def golden(part: str) -> list[Exchange]:
+    """The exchanges of one part: ``session`` (which follow each other), ``refusals``, ``notices``, ``status``."""
+
+    def read(exchange: dict[str, Any]) -> Exchange:
+        request, reply = exchange["request"], exchange["reply"] or {"hex": None, "fields": []}
+        return Exchange(
+            exchange["name"],
+            exchange["connection"],
+            exchange["lost"],
+            bytes.fromhex(request["hex"]),
+            bytes.fromhex(reply["hex"]) if reply["hex"] else None,
+            _from_json(request["fields"]),
+            _from_json(reply["fields"]),
+        )
+
+    return [read(exchange) for exchange in json.loads(GOLDEN.read_text())["exchanges"] if exchange["part"] == part]
+
+
+def _from_json(value: Any) -> Any:
+    """A msgpack value as the file writes it: a bin is ``{"bin": HEX}``."""
+    if isinstance(value, dict):
+        return bytes.fromhex(value["bin"]) if "bin" in value else {k: _from_json(v) for k, v in value.items()}
+    return [_from_json(item) for item in value] if isinstance(value, list) else value

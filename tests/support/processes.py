@@ -19,9 +19,10 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from daemons import Daemon, wait_until
@@ -34,16 +35,44 @@ WAIT_S = 30.0
 _MAX_REQUEST_BYTES = 128 * 1024
 
 
+class Lines:
+    """The lines that come through a pipe."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._said = b""
+
+    def next(self, timeout: float) -> str | None:
+        """The next line, with its end; empty at the end of all, None if none came in time."""
+        deadline = time.monotonic() + timeout
+        while b"\n" not in self._said:
+            if not select.select([self._fd], [], [], max(deadline - time.monotonic(), 0))[0]:
+                return None
+            piece = os.read(self._fd, 65536)
+            if not piece:
+                break
+            self._said += piece
+        line, end, self._said = self._said.partition(b"\n")
+        return (line + end).decode()
+
+    def waiting(self) -> bool:
+        """Whether :meth:`next` would find something at once."""
+        return bool(self._said or select.select([self._fd], [], [], 0)[0])
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
 class Child:
     """A running script: line by line in and out, its status, what it wrote to stderr."""
 
-    def __init__(self, pipes: dict[str, int], stderr: Any) -> None:
+    def __init__(self, pipes: dict[str, int], stderr: IO[str]) -> None:
         self._input = os.fdopen(pipes["input"], "w", buffering=1)
-        self._output = os.fdopen(pipes["output"], "r")
-        self._told = os.fdopen(pipes["status"], "r")
+        self._output = Lines(pipes["output"])
+        self._told = Lines(pipes["status"])
         self._stderr = stderr
         self._status: int | None = None
-        self.pid = int(self._told.readline())
+        self.pid = int(self._told.next(WAIT_S) or 0)
 
     def say(self, line: str) -> None:
         """One line to its stdin."""
@@ -55,40 +84,43 @@ class Child:
 
     def hear(self, timeout: float = WAIT_S) -> str:
         """The next line of its stdout, without the line's end."""
-        _wait_readable(self._output, timeout, self)
-        line = self._output.readline()
+        line = self._output.next(timeout)
+        assert line is not None, f"process {self.pid} said nothing for {timeout:g} s:\n{self.stderr}"
         assert line, f"the script ended with status {self.wait()}:\n{self.stderr}"
         return line.rstrip("\n")
+
+    def has_said_something(self) -> bool:
+        """Whether :meth:`hear` has something to hear, be it its end."""
+        return self._output.waiting()
 
     def wait(self, timeout: float = WAIT_S) -> int:
         """Its exit status, negative for a signal."""
         if self._status is None:
-            _wait_readable(self._told, timeout, self)
-            self._status = int(self._told.readline())
+            line = self._told.next(timeout)
+            assert line is not None, f"process {self.pid} did not end within {timeout:g} s:\n{self.stderr}"
+            self._status = int(line)
         return self._status
 
     def rest(self, timeout: float = WAIT_S) -> list[str]:
         """Wait for its end, which has to be status 0; the lines of stdout that nobody heard."""
         assert self.wait(timeout) == 0, self.stderr
-        return self._output.read().splitlines()
+        return [line.rstrip("\n") for line in iter(lambda: self._output.next(0) or "", "")]
 
     @property
     def stderr(self) -> str:
         self._stderr.seek(0)
-        text: str = self._stderr.read()
-        return text
-
-    def kill(self) -> None:
-        if self._status is None and not select.select([self._told], [], [], 0)[0]:
-            os.kill(self.pid, signal.SIGKILL)
+        return self._stderr.read()
 
     def close(self) -> None:
-        self.kill()
-        self.wait()
+        """Kill it if it still runs."""
+        if self._status is None and self._told.next(0) is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self.wait()
         with contextlib.suppress(BrokenPipeError):
             self._input.close()
-        for file in (self._output, self._told, self._stderr):
-            file.close()
+        self._output.close()
+        self._told.close()
+        self._stderr.close()
 
 
 class Zygote:
@@ -183,11 +215,6 @@ def paused(daemon: Daemon) -> Iterator[None]:
 def _state_of(pid: int) -> str:
     """R, S, T …: the field after the command's name in proc_pid_stat(5)."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-def _wait_readable(file: Any, timeout: float, child: Child) -> None:
-    if not select.select([file], [], [], timeout)[0]:
-        raise AssertionError(f"process {child.pid} said nothing for {timeout:g} s:\n{child.stderr}")
 
 
 def _serve(control: socket.socket) -> str:

@@ -141,7 +141,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(data=st.data(), steps=st.integers(1, 4 * TRACK_EVERY), odd=st.booleans())
 def test_a_foreign_write_of_one_element_is_found_whenever_it_happens(
     make_pool: MakePool, data: st.DataObject, steps: int, odd: bool
@@ -163,7 +163,7 @@ def test_a_foreign_write_of_one_element_is_found_whenever_it_happens(
     assert f": {name}[{', '.join(map(str, (layer, slot, *rest)))}] holds " in line
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(data=st.data(), lengths=st.tuples(st.integers(1, 200), st.integers(1, 200)))
 def test_two_requests_that_share_a_slot_are_found_however_short_the_overlap(
     make_pool: MakePool, data: st.DataObject, lengths: tuple[int, int]

@@ -144,7 +144,7 @@ def run_in_any_order(schedulers: list[Scheduler], chance: random.Random) -> None
         chance.choice(left).step()
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(
     chance=st.randoms(use_true_random=False),
     arrivals=st.lists(st.integers(0, 3000), min_size=1, max_size=20).map(sorted),

@@ -1,0 +1,138 @@
+"""A process that never calls ``close()``: ends in time, with its own status, and leaves no slot behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+from daemons import Daemon, wait_until
+from fresh_pool import FreshPool, FreshPoolFactory, drain
+from processes import Child, Children, paused
+
+#: From a script's last line to the end of its process.
+END_S = 2.0
+
+SCRIPT = """
+    import gc, sys, time
+    from mambapool.client import connect, errors
+
+    class Engine:
+        pass
+
+    worker = connect(sys.argv[1], pool=sys.argv[2], timeout=0.5)
+    slots = worker.allocator.alloc(4)
+    worker.allocator.alloc_group_begin(4)
+    slot = worker.allocator.alloc(1)
+    worker.allocator.free(slot)
+    print("ready", flush=True)
+    sys.stdin.readline()
+
+    def last_line():
+        print(time.monotonic(), flush=True)
+
+"""
+
+#: What comes then, and the status with which the process has to end.
+ENDINGS = {
+    "with the worker in a global": ("last_line()", 0),
+    "with the worker in a reference cycle": (
+        "engine = Engine(); engine.worker, engine.itself = worker, engine; del worker, engine; gc.collect(); last_line()",
+        0,
+    ),
+    "with no reference to the worker": ("del worker; gc.collect(); last_line()", 0),
+    "with the worker in a daemon thread": (
+        "import threading; e = threading.Event();"
+        "threading.Thread(target=lambda w: e.wait(), args=(worker,), daemon=True).start(); last_line()",
+        0,
+    ),
+    "by sys.exit": ("last_line(); sys.exit(7)", 7),
+    "by an exception": ("last_line(); raise ValueError('the script fails')", 1),
+    "after an atexit function that uses the worker": (
+        "import atexit; atexit.register(lambda: (worker.allocator.free(slots), last_line()))",
+        0,
+    ),
+}
+
+#: Where nobody answers any more.
+UNANSWERED = {
+    name: ENDINGS[name]
+    for name in ("with the worker in a global", "with the worker in a reference cycle", "by an exception")
+} | {
+    "by a call that failed": ("last_line(); worker.allocator.alloc(5)", 1),
+    "after frees and a close": ("worker.allocator.free(slots); last_line(); worker.close(); worker.close()", 0),
+}
+
+
+def start(children: Children, daemon: Daemon, pool: str, ending: str) -> Child:
+    child = children.start(SCRIPT + "".join(f"    {line}\n" for line in ending.splitlines()), daemon.dir, pool)
+    assert child.hear() == "ready"
+    return child
+
+
+def ends_as_it_should(child: Child, status: int) -> None:
+    """In time, with that status, and with no traceback but that of a script that fails."""
+    last_line = float(child.hear())
+    assert child.wait() == status
+    assert time.monotonic() - last_line < END_S
+    assert child.stderr.count("Traceback") == (status == 1), child.stderr
+    assert "Exception ignored" not in child.stderr, child.stderr
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_its_slots_and_its_window_come_back(
+    fresh_pool: FreshPoolFactory, children: Children, ending: str
+) -> None:
+    pool: FreshPool = fresh_pool(16)
+    source, status = ENDINGS[ending]
+    child = start(children, pool.daemon, pool.name, source)
+    assert pool.available == 8
+    child.say("end")
+    ends_as_it_should(child, status)
+    wait_until(lambda: pool.available == 16, "the slots of the ended process are free", timeout=1.0)
+    assert len(pool.status()["holders"]) == 1
+    assert sorted(drain(pool.owner.allocator)) == list(range(1, 17))
+
+
+def test_it_ends_as_well_when_the_daemon_was_killed_before(
+    daemon_factory: Callable[..., Daemon], children: Children
+) -> None:
+    daemon = daemon_factory(slots=64)
+    ending = [(start(children, daemon, "default", source), status) for source, status in UNANSWERED.values()]
+    os.kill(daemon.allocator_pid, signal.SIGKILL)
+    daemon.process.wait()
+    for child, status in ending:
+        child.say("end")
+        ends_as_it_should(child, status)
+
+
+def test_ctrl_c_in_a_call_that_waits_ends_it_and_its_slots_come_back(
+    fresh_pool: FreshPoolFactory, children: Children
+) -> None:
+    pool = fresh_pool(16)
+    # Longer than any test: it is the interrupt that ends this call.
+    waits = """
+from mambapool.client import connect as again
+worker.close()
+worker = again(sys.argv[1], pool=sys.argv[2], timeout=600)
+print(worker.session, flush=True)
+sys.stdin.readline()
+print("asks", flush=True)
+worker.allocator.alloc(5)
+"""
+    child = start(children, pool.daemon, pool.name, waits)
+    child.say("connect")
+    session = int(child.hear())
+    with paused(pool.daemon):
+        child.say("ask")
+        assert child.hear() == "asks"
+        # Whether it waits already or is about to: the interrupt ends it all the same.
+        interrupted = time.monotonic()
+        os.kill(child.pid, signal.SIGINT)
+        assert child.wait() == -signal.SIGINT
+        assert time.monotonic() - interrupted < END_S
+    assert "KeyboardInterrupt" in child.stderr
+    wait_until(lambda: len(pool.status()["holders"]) == 1, "the session ends")
+    assert (pool.available, pool.held_by(session)) == (16, set())
