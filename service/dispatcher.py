@@ -92,7 +92,8 @@ class Dispatcher:
             if op == protocol.DETACH:
                 return self._detach(session, request_id, message)
             return self._requests.answer(session, op, request_id, posted, oldest_open, message)
-        except ProtocolError as error:
+        # RecursionError: a value may be nested deeper than Python can show it in the text of an error.
+        except (ProtocolError, RecursionError) as error:
             self.malformed += 1
             known = request_id if type(request_id) is int and 0 <= request_id < MAX_NUMBER else 0
             return self.replies.error(known, protocol.MALFORMED, str(error))

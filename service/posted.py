@@ -27,6 +27,7 @@ class PostedMessages:
     def apply(self, session: Session, op: int, number: int, message: list[Any]) -> bytes | None:
         """Apply posted message ``number`` if it is the next one; a notice if something is wrong with it."""
         if number <= session.applied:
+            _check_number(number)
             return None  # a repeat
         if number != session.applied + 1:
             return self._replies.gap(0, session.applied)
@@ -56,12 +57,13 @@ class PostedMessages:
 
 def apply_frees(pool: Pool, session: Session, number: int, frees: object, *, nil_allowed: bool = False) -> None:
     """Stage posted message ``number``, which frees. One that is refused is used up all the same."""
-    if number <= session.applied:
-        return  # carried by a request that was sent again
     if frees is None and nil_allowed:
         pool.skip(session, number)
         return
     ids = frees if type(frees) is int else unpack_ids(frees)
+    if number <= session.applied:
+        _check_number(number)
+        return  # carried by a request that was sent again
     try:
         pool.give_back(session, ids, number)
     except InvalidSlots:
@@ -95,3 +97,8 @@ def _cancel(pool: Pool, session: Session, number: int, request_id: object) -> No
         pool.close_window(session)
     if request_id >= session.oldest_open:
         session.barred.add(request_id)
+
+
+def _check_number(posted: int) -> None:
+    if not posted:
+        raise ProtocolError("what frees slots, and every posted message, has a number from 1 on in posted")
