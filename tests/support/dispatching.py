@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import numpy as np
 
 from mambapool.pool import protocol
@@ -32,6 +33,38 @@ BUSY_CYCLE = 23
 #: The allocator's process in ``messages.json``.
 GOLDEN_PID = 4242
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "messages.json"
+
+
+#: Bodies that no allocator can understand.
+NOT_MESSAGES = {
+    "nothing": b"",
+    "unused code": b"\xc1",
+    "array of 2^32 - 1": b"\xdd\xff\xff\xff\xff",
+    "bin of 2^32 - 1": b"\xc6\xff\xff\xff\xff",
+    "text of 2^32 - 1": b"\xdb\xff\xff\xff\xff",
+    "map of 2^32 - 1": b"\xdf\xff\xff\xff\xff",
+    "500 deep": b"\x91" * 500 + b"\xc0",
+    "1025 deep": b"\x91" * 1025 + b"\xc0",
+    "100000 deep": b"\x91" * 100_000 + b"\xc0",
+    "bad text": b"\xa2\xff\xfe",
+    "two values": b"\x01\x02",
+    "message and more": pack((protocol.STATUS, 0, 1, 0, 0, 0)) + b"\x00",
+    "half a message": pack((protocol.STATUS, 0, 1, 0, 0, 0))[:-1],
+    "array as key": b"\x97\x05\x00\x01\x00\x00\x00\x81\x91\x01\x02",
+    "number as key": b"\x97\x05\x00\x01\x00\x00\x00\x81\x01\x02",
+    "time stamp": msgpack.packb([5, 0, 1, 0, 0, 0, msgpack.Timestamp(1)]),
+    "extension": msgpack.packb([5, 0, 1, 0, 0, 0, msgpack.ExtType(5, b"x")]),
+    "empty extension": b"\x97\x05\x00\x01\x00\x00\x00\xc7\x00\x05",
+    "empty time stamp": b"\x97\x05\x00\x01\x00\x00\x00\xc7\x00\xff",
+    "number": b"\x07",
+    "text": b"\xa5hello",
+    "map": b"\x81\xa2op\x05",
+    "nil": b"\xc0",
+    "empty array": b"\x90",
+    "1025 fields": msgpack.packb([1] * 1025),
+    "long text": msgpack.packb([5, 0, 1, 0, 0, 0, "x" * 20_000]),
+    "long bin": msgpack.packb([5, 0, 1, 0, 0, 0, bytes(100_000)]),
+}
 
 
 def own_peer() -> str:
