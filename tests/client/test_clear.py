@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fresh_pool import FreshPoolFactory, drain, ids
+from fresh_pool import FreshPoolFactory, drain, granted, ids
 
 from mambapool.pool.errors import DoubleFree
 
@@ -13,8 +13,7 @@ def test_others_keep_what_they_hold(fresh_pool: FreshPoolFactory) -> None:
     pool = fresh_pool(64)
     clearing, other = pool.connect(), pool.connect()
     assert clearing.allocator.alloc(10) is not None
-    kept = other.allocator.alloc(20)
-    assert kept is not None
+    kept = granted(other.allocator.alloc(20))
     clearing.allocator.clear()
     assert clearing.allocator.available_size() == 44
     assert pool.held_by(other) == set(ids(kept))
@@ -25,8 +24,7 @@ def test_others_keep_what_they_hold(fresh_pool: FreshPoolFactory) -> None:
 
 def test_when_all_are_free_the_list_begins_at_one_again(fresh_pool: FreshPoolFactory) -> None:
     allocator = fresh_pool(8).allocator()
-    slots = allocator.alloc(5)
-    assert slots is not None
+    slots = granted(allocator.alloc(5))
     allocator.free(slots.flip(0))
     assert allocator.free_slots.tolist() == [6, 7, 8, 5, 4, 3, 2, 1]
     assert ids(allocator.alloc(2)) == [6, 7]
@@ -38,9 +36,8 @@ def test_it_ends_the_window_and_takes_its_slots_back(fresh_pool: FreshPoolFactor
     pool = fresh_pool(8)
     worker = pool.connect()
     worker.allocator.alloc_group_begin(6)
-    first, second = worker.allocator.alloc(1), worker.allocator.alloc(1)
-    assert first is not None
-    assert second is not None
+    first = granted(worker.allocator.alloc(1))
+    assert worker.allocator.alloc(1) is not None
     worker.allocator.free(first)
     worker.allocator.clear()
     assert worker.allocator.available_size() == 8
@@ -53,8 +50,7 @@ def test_it_ends_the_window_and_takes_its_slots_back(fresh_pool: FreshPoolFactor
 
 def test_what_was_held_before_cannot_be_freed_after(fresh_pool: FreshPoolFactory) -> None:
     allocator = fresh_pool(8).allocator()
-    slots = allocator.alloc(3)
-    assert slots is not None
+    slots = granted(allocator.alloc(3))
     allocator.clear()
     with pytest.raises(DoubleFree) as caught:
         allocator.free(slots)

@@ -85,8 +85,9 @@ class _Stop(Exception):
 
 
 def test_leaving_the_block_closes_also_by_an_exception(pool: FreshPool) -> None:
-    with pytest.raises(_Stop), pool.connect() as worker:
-        assert worker.allocator.alloc(5) is not None
+    worker = pool.connect()
+    assert worker.allocator.alloc(5) is not None
+    with pytest.raises(_Stop), worker:
         raise _Stop
     assert pool.available == 16
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from daemons import Daemon
-from fresh_pool import FreshPool, FreshPoolFactory
+from fresh_pool import FreshPool, FreshPoolFactory, granted
 
 from mambapool.client import connect
 from mambapool.client.transport import Transport
@@ -119,8 +118,7 @@ def test_sessions_have_numbers_of_their_own_and_leave_nothing_open(pool: FreshPo
 
     def connect_and_close() -> int:
         with connect(pool.daemon.dir, pool.name) as worker:
-            slot = worker.allocator.alloc(1)
-            assert slot is not None
+            slot = granted(worker.allocator.alloc(1))
             worker.allocator.free(slot)
         return worker.session
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from daemons import Daemon
-from fresh_pool import FreshPool, FreshPoolFactory, ids
+from fresh_pool import FreshPool, FreshPoolFactory, granted, ids
 
 from mambapool.client import connect
 from mambapool.pool.errors import GeometryMismatch, MambaPoolError, ProtocolError, UnknownPool
@@ -61,11 +61,9 @@ def test_a_size_that_no_pool_can_have_is_refused(shared_daemon: Daemon, slots: i
     assert "impossible" not in [pool["name"] for pool in shared_daemon.status()["pools"]]
 
 
-def test_the_largest_one_works(fresh_pool: FreshPoolFactory) -> None:
-    pool = fresh_pool(2**20)
-    allocator = pool.allocator()
-    slots = allocator.alloc(2**20)
-    assert slots is not None
-    assert (len(slots), allocator.alloc(1)) == (2**20, None)
-    allocator.free(slots)
-    assert allocator.available_size() == 2**20
+def test_the_largest_one_works(shared_daemon: Daemon) -> None:
+    with connect(shared_daemon.dir, "largest", create_slots=2**20) as worker:
+        slots = granted(worker.allocator.alloc(2**20))
+        assert (len(slots), worker.allocator.alloc(1)) == (2**20, None)
+        worker.allocator.free(slots)
+        assert worker.allocator.available_size() == 2**20

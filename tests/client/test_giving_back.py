@@ -8,7 +8,7 @@ import time
 
 import torch
 from daemons import wait_until
-from fresh_pool import FreshPool, FreshPoolFactory, drain, ids
+from fresh_pool import FreshPool, FreshPoolFactory, drain, granted, ids
 from processes import Children, paused
 
 from mambapool.client.allocator import SlotAllocator
@@ -41,8 +41,7 @@ def test_frees_inside_a_window_arrive_with_its_end(fresh_pool: FreshPoolFactory)
     allocator = pool.allocator()
     allocator.alloc_group_begin(16)
     for _ in range(16):
-        slot = allocator.alloc(1)
-        assert slot is not None
+        slot = granted(allocator.alloc(1))
         allocator.free(slot)
     assert pool.available == 0
     allocator.alloc_group_end()
@@ -62,8 +61,7 @@ def test_a_close_gives_back_what_was_not_freed_and_the_open_window(fresh_pool: F
     with pool.connect() as worker:
         assert worker.allocator.alloc(3) is not None
         worker.allocator.alloc_group_begin(5)
-        slot = worker.allocator.alloc(1)
-        assert slot is not None
+        slot = granted(worker.allocator.alloc(1))
         worker.allocator.free(slot)
         assert pool.held_by(worker) == set(range(1, 9))
     assert pool.available == 16
@@ -73,9 +71,9 @@ def test_a_close_gives_back_what_was_not_freed_and_the_open_window(fresh_pool: F
 def test_dropping_the_tensors_frees_nothing(fresh_pool: FreshPoolFactory) -> None:
     pool = fresh_pool(64)
     worker = pool.connect()
-    slots = [worker.allocator.alloc(1) for _ in range(40)]
+    slots = [granted(worker.allocator.alloc(1)) for _ in range(40)]
     for slot in slots[:20]:
-        worker.allocator.free(slot)  # type: ignore[arg-type]
+        worker.allocator.free(slot)
     del slot, slots
     wait_until(lambda: pool.available == 44, "the freed ones are back")
     assert pool.holder(worker)["held"] == 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import signal
 import threading
@@ -11,7 +12,7 @@ from types import FrameType
 import pytest
 import torch
 from daemons import wait_until
-from fresh_pool import FreshPool, FreshPoolFactory, drain, ids
+from fresh_pool import FreshPool, FreshPoolFactory, drain, granted, ids
 from processes import paused
 
 from mambapool.client.allocator import SlotAllocator
@@ -47,13 +48,13 @@ def test_a_late_grant_is_not_the_next_calls_answer(pool: FreshPool, allocator: S
         gives_up(lambda: allocator.alloc(1))
     assert len(ids(allocator.alloc(2))) == 2
     assert allocator.available_size() == 14
-    assert sorted([*drain(allocator)]) == sorted(allocator.free_slots.tolist())
+    assert sorted(drain(allocator)) == sorted(allocator.free_slots.tolist())
 
 
 def test_late_grants_are_given_back_without_a_further_call(pool: FreshPool, allocator: SlotAllocator) -> None:
     with paused(pool.daemon):
         for count in (1, 3, 5):
-            gives_up(lambda count=count: allocator.alloc(count))  # type: ignore[misc]
+            gives_up(functools.partial(allocator.alloc, count))
     wait_until(lambda: pool.available == 16, "all three grants are given back")
     assert sorted(drain(allocator)) == list(range(1, 17))
 
@@ -71,16 +72,16 @@ def test_a_late_window_is_ended(pool: FreshPool) -> None:
 
 def test_what_a_late_call_carried_is_freed_once(pool: FreshPool, allocator: SlotAllocator) -> None:
     allocator.alloc_group_begin(4)
-    slots = [allocator.alloc(1) for _ in range(4)]
+    slots = [granted(allocator.alloc(1)) for _ in range(4)]
     for slot in slots[:3]:
-        allocator.free(slot)  # type: ignore[arg-type]
+        allocator.free(slot)
     with paused(pool.daemon):
         gives_up(lambda: allocator.alloc(2))
         assert allocator.available_size() == 12 + 3
         gives_up(lambda: allocator.alloc_group_begin(2))
         assert allocator.available_size() == 12 + 3
     wait_until(lambda: pool.available == 15, "the late grants are given back")
-    allocator.free(slots[3])  # type: ignore[arg-type]
+    allocator.free(slots[3])
     assert sorted(drain(allocator)) == list(range(1, 17))
 
 
@@ -154,6 +155,6 @@ def test_a_client_that_gives_up_all_the_time_loses_and_doubles_nothing(pool: Fre
     assert gave_up > 5
     held_by_all = [slot for _, held in players for slot in held]
     for allocator, _ in players:
-        wait_until(lambda allocator=allocator: has_settled(allocator), "all that it sent is applied")
+        wait_until(functools.partial(has_settled, allocator), "all that it sent is applied")
     assert pool.available == 16 - len(held_by_all)
     assert sorted(drain(pool.owner.allocator) + held_by_all) == list(range(1, 17))

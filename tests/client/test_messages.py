@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from fresh_pool import FreshPoolFactory, ids
+from fresh_pool import FreshPoolFactory, granted, ids
 
 from mambapool.client import Worker
 
@@ -42,9 +42,9 @@ def test_a_step_is_one_request_and_one_one_way_message(worker: Worker, sent: Met
     allocator = worker.allocator
     allocator.alloc_group_begin(count)
     assert sent() == 1
-    slots = [allocator.alloc(1) for _ in range(count)]
+    slots = [granted(allocator.alloc(1)) for _ in range(count)]
     for slot in (torch.tensor([1, 2]), torch.tensor(3), *slots[::2]):
-        allocator.free(slot)  # type: ignore[arg-type]
+        allocator.free(slot)
     assert sent() == 0
     allocator.alloc_group_end()
     assert sent() == 1
@@ -102,7 +102,6 @@ def test_a_call_outside_a_window_costs_at_most_one_message(
 def test_the_queue_of_posted_frees_stays_short_without_any_other_call(worker: Worker) -> None:
     """What is applied is forgotten: a client that never asks for a count does not grow."""
     for _ in range(2000):
-        slot = worker.allocator.alloc(1)
-        assert slot is not None
+        slot = granted(worker.allocator.alloc(1))
         worker.allocator.free(slot)
     assert len(worker._transport.posted._queue) < 10

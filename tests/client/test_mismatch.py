@@ -63,7 +63,7 @@ def test_the_field_and_both_values_are_named_and_nothing_is_mapped(
 
 def test_what_agrees_is_mapped(with_states: Daemon) -> None:
     before = mapped()
-    expect = {"conv": CONV, "temporal": ("float32", TEMPORAL[1])}
+    expect: dict[str, Any] = {"conv": CONV, "temporal": ("float32", TEMPORAL[1])}
     with connect(with_states.dir, rank=1, slots=8, create_slots=8, expect=expect) as worker:
         assert len(mapped() - before) == 2
         assert {name: (t.dtype, tuple(t.shape)) for name, t in worker.states.items()} == {
@@ -95,6 +95,6 @@ def test_a_rank_that_is_none_is_refused(with_states: Daemon, rank: Any) -> None:
 def test_an_allocator_only_pool_has_no_tensors_to_expect(with_states: Daemon) -> None:
     with (
         connect(with_states.dir, "bare", create_slots=4),
-        pytest.raises(GeometryMismatch, match="conv.*allocator-only"),
+        pytest.raises(GeometryMismatch, match=r"conv.*allocator-only"),
     ):
         connect(with_states.dir, "bare", expect={"conv": CONV})

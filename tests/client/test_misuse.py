@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fresh_pool import FreshPool, FreshPoolFactory, drain, ids
+from fresh_pool import FreshPool, FreshPoolFactory, drain, granted, ids
 
 from mambapool.client import Worker
 from mambapool.pool.errors import (
@@ -52,7 +52,12 @@ def worker(pool: FreshPool) -> Worker:
 )
 @pytest.mark.parametrize("in_window", [False, True])
 def test_a_wrong_free_is_refused_whole_without_a_message(
-    pool: FreshPool, worker: Worker, freed: list[int], error: type[InvalidSlots], at_fault: tuple[int, ...], in_window: bool
+    pool: FreshPool,
+    worker: Worker,
+    freed: list[int],
+    error: type[InvalidSlots],
+    at_fault: tuple[int, ...],
+    in_window: bool,
 ) -> None:
     if in_window:
         worker.allocator.alloc_group_begin(2)
@@ -69,8 +74,7 @@ def test_a_wrong_free_is_refused_whole_without_a_message(
 
 def test_slots_that_were_freed_cannot_be_freed_again(fresh_pool: FreshPoolFactory) -> None:
     allocator = fresh_pool(20).allocator()
-    slots = allocator.alloc(3)
-    assert slots is not None
+    slots = granted(allocator.alloc(3))
     allocator.free(slots)
     with pytest.raises(DoubleFree, match=r"1, 2, 3 are already free") as caught:
         allocator.free(slots)
@@ -84,8 +88,7 @@ def test_a_slot_that_was_freed_in_this_window_cannot_be_freed_again(fresh_pool: 
     pool = fresh_pool(4)
     allocator = pool.allocator()
     allocator.alloc_group_begin(2)
-    slot = allocator.alloc(1)
-    assert slot is not None
+    slot = granted(allocator.alloc(1))
     allocator.free(slot)
     with pytest.raises(DoubleFree):
         allocator.free(slot)
@@ -103,8 +106,7 @@ def test_a_window_slot_that_was_not_handed_out_cannot_be_freed(fresh_pool: Fresh
 
 
 def test_what_another_session_got_is_named_with_its_holder(pool: FreshPool, worker: Worker) -> None:
-    slots = worker.allocator.alloc(1)
-    assert slots is not None
+    slots = granted(worker.allocator.alloc(1))
     worker.allocator.free(slots)
     taker = pool.connect()
     assert set(ids(taker.allocator.alloc(15))) >= set(slots.tolist())
@@ -114,8 +116,7 @@ def test_what_another_session_got_is_named_with_its_holder(pool: FreshPool, work
 
 def test_one_id_twice_in_a_large_batch_is_found(fresh_pool: FreshPoolFactory) -> None:
     allocator = fresh_pool(4096).allocator()
-    slots = allocator.alloc(4096)
-    assert slots is not None
+    slots = granted(allocator.alloc(4096))
     twice = slots.clone()
     twice[-1] = twice[0]
     with pytest.raises(DuplicateSlot) as caught:

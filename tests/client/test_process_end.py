@@ -39,7 +39,8 @@ SCRIPT = """
 ENDINGS = {
     "with the worker in a global": ("last_line()", 0),
     "with the worker in a reference cycle": (
-        "engine = Engine(); engine.worker, engine.itself = worker, engine; del worker, engine; gc.collect(); last_line()",
+        "engine = Engine(); engine.worker, engine.itself = worker, engine; del worker, engine;"
+        "gc.collect(); last_line()",
         0,
     ),
     "with no reference to the worker": ("del worker; gc.collect(); last_line()", 0),
@@ -82,9 +83,7 @@ def ends_as_it_should(child: Child, status: int) -> None:
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_its_slots_and_its_window_come_back(
-    fresh_pool: FreshPoolFactory, children: Children, ending: str
-) -> None:
+def test_its_slots_and_its_window_come_back(fresh_pool: FreshPoolFactory, children: Children, ending: str) -> None:
     pool: FreshPool = fresh_pool(16)
     source, status = ENDINGS[ending]
     child = start(children, pool.daemon, pool.name, source)

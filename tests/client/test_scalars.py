@@ -19,7 +19,9 @@ def pool(fresh_pool: FreshPoolFactory) -> FreshPool:
 
 
 @pytest.mark.parametrize(
-    "count", [2, np.int64(2), np.uint8(2), np.array(2), torch.tensor(2), torch.tensor(2, dtype=torch.int32)], ids=repr
+    "count",
+    [2, np.int64(2), np.uint8(2), np.array(2), torch.tensor(2), torch.tensor(2, dtype=torch.int32)],
+    ids=repr,
 )
 def test_whole_numbers_of_any_library_are_taken(pool: FreshPool, count: Any) -> None:
     allocator = pool.allocator()
@@ -59,7 +61,9 @@ def test_more_than_the_pool_has_is_never_an_error(pool: FreshPool, count: int) -
     assert (allocator.available_size(), pool.status()["windows"]) == (0, 16)
 
 
-@pytest.mark.parametrize("name", [b"engine", "", "x" * 10_000, "x" * 100_000, "two\nlines", 7], ids=lambda n: repr(n)[:20])
+@pytest.mark.parametrize(
+    "name", [b"engine", "", "x" * 10_000, "x" * 100_000, "two\nlines", 7], ids=lambda n: repr(n)[:20]
+)
 def test_a_name_that_cannot_be_shown_is_refused_and_makes_no_session(pool: FreshPool, name: Any) -> None:
     with pytest.raises(MambaPoolError, match=r"name|message of 100\d{3} bytes is too long"):
         pool.connect(name=name, timeout=1.0)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from fresh_pool import FreshPool, FreshPoolFactory, ids
+from fresh_pool import FreshPool, FreshPoolFactory, granted, ids
 
 from mambapool.client import Worker
 from mambapool.pool.errors import BadIndexTensor, InvalidSlots, NotHolder
@@ -31,8 +31,7 @@ def take_one(worker: Worker, in_window: bool) -> torch.Tensor:
     """Slot 7, by a message or from a window."""
     if in_window:
         worker.allocator.alloc_group_begin(1)
-    slot = worker.allocator.alloc(1)
-    assert slot is not None
+    slot = granted(worker.allocator.alloc(1))
     worker.allocator.alloc_group_end()
     return slot
 
@@ -89,8 +88,8 @@ def test_a_view_of_two_dimensions_is_refused(worker: Worker) -> None:
 
 def test_slots_in_one_call_may_be_their_tensors_joined(pool: FreshPool, worker: Worker) -> None:
     worker.allocator.alloc_group_begin(4)
-    slots = [worker.allocator.alloc(1) for _ in range(4)]
-    worker.allocator.free(torch.cat(slots[::2]))  # type: ignore[arg-type]
+    slots = [granted(worker.allocator.alloc(1)) for _ in range(4)]
+    worker.allocator.free(torch.cat(slots[::2]))
     worker.allocator.alloc_group_end()
     assert worker.allocator.free_slots.tolist()[-2:] == [7, 9]
     assert pool.held_by(worker) == {1, 2, 3, 4, 5, 6, 8, 10}
@@ -110,9 +109,7 @@ def test_the_debug_mode_finds_a_slot_tensor_that_was_written_to(
 ) -> None:
     monkeypatch.setenv("MAMBAPOOL_DEBUG", "1")
     allocator = pool.allocator()
-    first, second = allocator.alloc(1), allocator.alloc(1)
-    assert first is not None
-    assert second is not None
+    first, second = granted(allocator.alloc(1)), granted(allocator.alloc(1))
     second += 5
     for slot in (first, second):
         with pytest.raises(InvalidSlots, match="clone one before changing it") as caught:
@@ -126,13 +123,10 @@ def test_the_debug_mode_finds_a_slot_tensor_that_was_written_to(
 
 
 @pytest.mark.parametrize("value", ["", "0"])
-def test_without_the_debug_mode_nobody_looks(
-    pool: FreshPool, monkeypatch: pytest.MonkeyPatch, value: str
-) -> None:
+def test_without_the_debug_mode_nobody_looks(pool: FreshPool, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("MAMBAPOOL_DEBUG", value)
     allocator = pool.allocator()
-    slot = allocator.alloc(1)
-    assert slot is not None
+    slot = granted(allocator.alloc(1))
     slot += 5
     allocator.free(slot)
     assert pool.owner.allocator.available_size() in (15, 16)

@@ -10,7 +10,7 @@ from types import FrameType
 
 import pytest
 import torch
-from fresh_pool import FreshPool, FreshPoolFactory, drain
+from fresh_pool import FreshPool, FreshPoolFactory, drain, granted
 
 from mambapool.client.allocator import SlotAllocator
 from mambapool.client.posted import PostedQueue
@@ -113,8 +113,7 @@ def test_a_clear_in_the_middle_of_another_threads_free_comes_before_or_after_it(
     """Were it numbered between the free's check and its message, the allocator would refuse that message."""
     pool = fresh_pool(4)
     worker = pool.connect()
-    slots = worker.allocator.alloc(2)
-    assert slots is not None
+    slots = granted(worker.allocator.alloc(2))
     clearing = threading.Thread(target=worker.allocator.clear)
 
     def clear_now(frame: FrameType, event: str, _argument: object) -> None:
@@ -149,7 +148,7 @@ def test_frees_inside_a_window_count_also_while_another_thread_sends_them(fresh_
         for number in range(1, 300):
             allocator.alloc_group_begin(32)
             for _ in range(32):
-                allocator.free(allocator.alloc(1))  # type: ignore[arg-type]
+                allocator.free(granted(allocator.alloc(1)))
             sending[0] = number
             # One more than there are: the frees go along, and nothing comes back.
             assert allocator.alloc(64) is None
@@ -164,8 +163,7 @@ def test_two_clients_of_one_process_are_two_holders(fresh_pool: FreshPoolFactory
     pool: FreshPool = fresh_pool(16)
     first, second = pool.connect(), pool.connect()
     assert first.allocator.alloc(4) is not None
-    slots = second.allocator.alloc(4)
-    assert slots is not None
+    slots = granted(second.allocator.alloc(4))
     first.close()
     assert pool.available == 12
     assert pool.held_by(second) == {5, 6, 7, 8}

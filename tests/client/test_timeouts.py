@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from daemons import wait_until
-from fresh_pool import FreshPool, FreshPoolFactory, drain, ids
+from fresh_pool import FreshPool, FreshPoolFactory, drain, granted, ids
 from processes import paused
 
 from mambapool.client import Worker
@@ -128,8 +128,7 @@ def test_the_next_call_works_however_often_calls_timed_out(pool: FreshPool) -> N
                 with pytest.raises(AllocatorUnavailable):
                     allocator.alloc(1)
         wait_until(lambda: pool.available == 16, "the late grants are given back")
-        slot = allocator.alloc(1)
-        assert slot is not None
+        slot = granted(allocator.alloc(1))
         allocator.free(slot)
     assert len(drain(allocator)) == 16
 
@@ -159,9 +158,13 @@ def test_threads_that_wait_for_one_another_raise_in_time(pool: FreshPool) -> Non
 def test_a_close_while_another_thread_waits_returns_in_time_and_ends_the_session(
     pool: FreshPool, worker: Worker
 ) -> None:
+    def alloc() -> None:
+        with pytest.raises(AllocatorUnavailable):
+            worker.allocator.alloc(1)
+
     before = worker.messages
     with paused(pool.daemon):
-        waiting = threading.Thread(target=lambda: pytest.raises(AllocatorUnavailable, worker.allocator.alloc, 1))
+        waiting = threading.Thread(target=alloc)
         waiting.start()
         wait_until(lambda: worker.messages > before, "the other thread has asked")
         assert seconds(worker.close) < TIMEOUT_S + GRACE_S

@@ -63,8 +63,8 @@ class StampingWorker:
 
     def look(self, slots: list[int]) -> None:
         for slot in slots:
-            found = self.rows[:, slot].unique().tolist()
-            assert found == [self.stamps[slot]], f"slot {slot}: {found}, stamped with {self.stamps[slot]}"
+            found = set(self.rows[:, slot].flatten().tolist())
+            assert found == {self.stamps[slot]}, f"slot {slot}: {found}, stamped with {self.stamps[slot]}"
 
 
 def main(directory: str, number: int, rounds: int) -> None:
@@ -74,8 +74,10 @@ def main(directory: str, number: int, rounds: int) -> None:
             stamping.work()
         worker.allocator.alloc_group_end()
         stamping.look(list(stamping.stamps))
-        said = {"session": worker.session, "held": sorted(stamping.stamps)}
-        print(json.dumps({**said, "grants": stamping.grants, "exhausted": stamping.exhausted}), flush=True)
+        said: dict[str, object] = {"session": worker.session, "held": sorted(stamping.stamps)}
+        said |= {"grants": stamping.grants, "exhausted": stamping.exhausted}
+        sys.stdout.write(json.dumps(said) + "\n")
+        sys.stdout.flush()
         sys.stdin.readline()
 
 

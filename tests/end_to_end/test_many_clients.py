@@ -15,7 +15,7 @@ from mambapool.pool import slot_table as st
 
 SLOTS = 40
 CLIENTS = 8
-ROUNDS = 1200
+ROUNDS = 400
 STATES = ("free", "held", "windows", "offered", "quarantined")
 
 STAMPING_WORKER = Path(__file__).with_name("stamping_worker.py").read_text()

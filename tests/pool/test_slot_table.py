@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,14 +13,12 @@ from mambapool.pool.slot_table import SlotTableReader, TableLayout, Words, owner
 SLOTS, MAX_SESSIONS = 5, 2
 UUID = bytes(range(16))
 
+#: 512 words of header, 32 of sessions, 30 of rows, 1048 of the record: whole pages.
+SIZE_BYTES = 16384
+
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "default.table"
-
-
-@pytest.fixture
-def words(path: Path) -> Words:
     """A table as ``docs/protocol.md`` describes it, by its numbers: 5 slots, 2 sessions; 2 and 4 are held."""
     table = np.zeros(4096, "<u8")
     table[:1] = np.frombuffer(b"MAMBPOOL", "<u8")
@@ -37,13 +34,19 @@ def words(path: Path) -> Words:
     table[rows : rows + 6] = 0, 0, 31 << 8 | 1, 0, 31 << 8 | 1, 0
     table[rows + 2 * 6 :][:6] = 0, 1, 2, 3, 4, 5
     table[rows + 3 * 6 :][:6] = 0, 40, 3, 10, 4, 25
-    layout = TableLayout(SLOTS, MAX_SESSIONS)
-    table[: layout.size_bytes // 8].tofile(path)
+    path = tmp_path / "default.table"
+    table[: SIZE_BYTES // 8].tofile(path)
+    return path
+
+
+@pytest.fixture
+def words(path: Path) -> Words:
+    """The same table, to be written to."""
     return np.memmap(path, np.uint64, "r+")
 
 
 @pytest.fixture
-def reader(words: Words, path: Path) -> SlotTableReader:
+def reader(path: Path) -> SlotTableReader:
     return SlotTableReader(path, UUID)
 
 
@@ -76,7 +79,8 @@ def test_a_table_is_read_as_it_is_documented(reader: SlotTableReader) -> None:
 
 def test_the_free_list_is_the_free_rows_by_their_order(reader: SlotTableReader) -> None:
     applied, free = reader.applied_and_free_slots(1)
-    assert (applied, free.tolist(), free.dtype) == (12, [3, 5, 1], np.int64)
+    assert (applied, free.tolist()) == (12, [3, 5, 1])
+    assert free.dtype == np.int64
 
 
 def test_a_change_is_seen_without_opening_the_table_again(reader: SlotTableReader, words: Words) -> None:
@@ -94,14 +98,14 @@ def test_a_reader_keeps_no_file_open(reader: SlotTableReader, path: Path) -> Non
     assert reader.free_count == 3
 
 
-def spoil(word: int, value: int) -> Callable[[Path], None]:
+def spoil(word: int, value: int) -> Callable[[Path], object]:
     def change(path: Path) -> None:
         np.memmap(path, np.uint64, "r+")[word] = value
 
     return change
 
 
-def truncate(size: int) -> Callable[[Path], None]:
+def truncate(size: int) -> Callable[[Path], object]:
     return lambda path: path.write_bytes(path.read_bytes()[:size])
 
 
@@ -111,16 +115,16 @@ def truncate(size: int) -> Callable[[Path], None]:
         (spoil(0, 0), ProtocolError, "is no slot table"),
         (spoil(1, 2), VersionMismatch, "has layout version 2, this process reads 1"),
         (spoil(2, 0), ProtocolError, "is another pool's slot table"),
-        (spoil(4, 6000), ProtocolError, "has 12288 bytes, its header says"),
-        (spoil(5, 2**60), ProtocolError, "has 12288 bytes, its header says"),
-        (truncate(8192), ProtocolError, "has 8192 bytes, its header says 12288"),
+        (spoil(4, 6000), ProtocolError, "has 16384 bytes, its header says"),
+        (spoil(5, 2**60), ProtocolError, "has 16384 bytes, its header says"),
+        (truncate(8192), ProtocolError, "has 8192 bytes, its header says 16384"),
         (truncate(100), ProtocolError, "is no slot table: 100 bytes"),
         (truncate(0), ProtocolError, "is no slot table: 0 bytes"),
         (Path.unlink, RuntimeDirError, "cannot open the slot table .*No such file"),
     ],
 )
 def test_what_is_not_the_pools_table_is_refused_with_its_path(
-    words: Words, path: Path, change: Callable[[Path], None], kind: type[Exception], says: str
+    path: Path, change: Callable[[Path], object], kind: type[Exception], says: str
 ) -> None:
     change(path)
     with pytest.raises(kind, match=says) as caught:
@@ -128,12 +132,12 @@ def test_what_is_not_the_pools_table_is_refused_with_its_path(
     assert str(path) in str(caught.value)
 
 
-def test_without_a_uuid_any_table_is_read(words: Words, path: Path) -> None:
+def test_without_a_uuid_any_table_is_read(path: Path) -> None:
     spoil(2, 0)(path)
     assert SlotTableReader(path).free_count == 3
 
 
-Read = Callable[[SlotTableReader], object]
+Read = Callable[[SlotTableReader], tuple[int, object]]
 every_read = pytest.mark.parametrize(
     "read",
     [lambda reader: reader.applied_and_free(1), lambda reader: reader.applied_and_free_slots(1)],
@@ -142,31 +146,22 @@ every_read = pytest.mark.parametrize(
 
 
 @every_read
-def test_a_reader_waits_while_a_change_is_under_way(reader: SlotTableReader, words: Words, read: Read) -> None:
+def test_a_reader_waits_while_a_change_is_under_way(
+    reader: SlotTableReader, words: Words, monkeypatch: pytest.MonkeyPatch, read: Read
+) -> None:
+    waits = []
+
+    def finish_the_third_time(deadline: float) -> float:
+        waits.append(deadline)
+        if len(waits) == 3:
+            words[512 + 16 + 3] = 13
+            words[st.H_DONE] = 10
+        return deadline
+
+    monkeypatch.setattr(reader, "_wait_for_writer", finish_the_third_time)
     words[st.H_SEQ] = 10
-    done = threading.Event()
-
-    def finish() -> None:
-        waits.wait(10)
-        words[512 + 16 + 3] = 13
-        words[st.H_DONE] = 10
-        done.set()
-
-    waits = threading.Event()
-    real_wait, reader._wait_for_writer = reader._wait_for_writer, None  # type: ignore[method-assign, assignment]
-
-    def wait(deadline: float) -> float:
-        waits.set()
-        return real_wait(deadline)
-
-    reader._wait_for_writer = wait  # type: ignore[method-assign]
-    writer = threading.Thread(target=finish)
-    writer.start()
-    result = read(reader)
-    writer.join()
-    assert done.is_set()
-    assert isinstance(result, tuple)
-    assert result[0] == 13
+    assert read(reader)[0] == 13
+    assert len(waits) == 3
 
 
 @every_read

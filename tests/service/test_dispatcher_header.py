@@ -7,10 +7,9 @@ from typing import Any
 
 import msgpack
 import pytest
-from dispatching import EPOCH, Client, Connection, everything, hello_map
+from dispatching import EPOCH, NOT_MESSAGES, Client, Connection, everything, hello_map
 
 from mambapool.pool import protocol
-from mambapool.pool.protocol import pack
 from mambapool.service.dispatcher import Dispatcher
 
 #: A valid message of each kind after its header.
@@ -77,37 +76,6 @@ def test_an_unknown_operation_is_malformed(client: Client) -> None:
         reply = client.connection.ask(op, 1, 2, EPOCH, 0, 0, 1, None)
         assert reply == [2, EPOCH, protocol.MALFORMED, f"unknown operation {op}"]
     assert everything(client.connection.dispatcher) == before
-
-
-NOT_MESSAGES = {
-    "nothing": b"",
-    "unused code": b"\xc1",
-    "array of 2^32 - 1": b"\xdd\xff\xff\xff\xff",
-    "bin of 2^32 - 1": b"\xc6\xff\xff\xff\xff",
-    "text of 2^32 - 1": b"\xdb\xff\xff\xff\xff",
-    "map of 2^32 - 1": b"\xdf\xff\xff\xff\xff",
-    "500 deep": b"\x91" * 500 + b"\xc0",
-    "1025 deep": b"\x91" * 1025 + b"\xc0",
-    "100000 deep": b"\x91" * 100_000 + b"\xc0",
-    "bad text": b"\xa2\xff\xfe",
-    "two values": b"\x01\x02",
-    "message and more": pack((protocol.STATUS, 0, 1, 0, 0, 0)) + b"\x00",
-    "half a message": pack((protocol.STATUS, 0, 1, 0, 0, 0))[:-1],
-    "array as key": b"\x97\x05\x00\x01\x00\x00\x00\x81\x91\x01\x02",
-    "number as key": b"\x97\x05\x00\x01\x00\x00\x00\x81\x01\x02",
-    "time stamp": msgpack.packb([5, 0, 1, 0, 0, 0, msgpack.Timestamp(1)]),
-    "extension": msgpack.packb([5, 0, 1, 0, 0, 0, msgpack.ExtType(5, b"x")]),
-    "empty extension": b"\x97\x05\x00\x01\x00\x00\x00\xc7\x00\x05",
-    "empty time stamp": b"\x97\x05\x00\x01\x00\x00\x00\xc7\x00\xff",
-    "number": b"\x07",
-    "text": b"\xa5hello",
-    "map": b"\x81\xa2op\x05",
-    "nil": b"\xc0",
-    "empty array": b"\x90",
-    "1025 fields": msgpack.packb([1] * 1025),
-    "long text": msgpack.packb([5, 0, 1, 0, 0, 0, "x" * 20_000]),
-    "long bin": msgpack.packb([5, 0, 1, 0, 0, 0, bytes(100_000)]),
-}
 
 
 @pytest.mark.parametrize("body", NOT_MESSAGES.values(), ids=NOT_MESSAGES.keys())

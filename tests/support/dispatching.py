@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import numpy as np
+from leases import TestLeases
 
 from mambapool.pool import protocol
 from mambapool.pool import slot_table as st
@@ -34,6 +36,38 @@ GOLDEN_PID = 4242
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "messages.json"
 
 
+#: Bodies that no allocator can understand.
+NOT_MESSAGES = {
+    "nothing": b"",
+    "unused code": b"\xc1",
+    "array of 2^32 - 1": b"\xdd\xff\xff\xff\xff",
+    "bin of 2^32 - 1": b"\xc6\xff\xff\xff\xff",
+    "text of 2^32 - 1": b"\xdb\xff\xff\xff\xff",
+    "map of 2^32 - 1": b"\xdf\xff\xff\xff\xff",
+    "500 deep": b"\x91" * 500 + b"\xc0",
+    "1025 deep": b"\x91" * 1025 + b"\xc0",
+    "100000 deep": b"\x91" * 100_000 + b"\xc0",
+    "bad text": b"\xa2\xff\xfe",
+    "two values": b"\x01\x02",
+    "message and more": pack((protocol.STATUS, 0, 1, 0, 0, 0)) + b"\x00",
+    "half a message": pack((protocol.STATUS, 0, 1, 0, 0, 0))[:-1],
+    "array as key": b"\x97\x05\x00\x01\x00\x00\x00\x81\x91\x01\x02",
+    "number as key": b"\x97\x05\x00\x01\x00\x00\x00\x81\x01\x02",
+    "time stamp": msgpack.packb([5, 0, 1, 0, 0, 0, msgpack.Timestamp(1)]),
+    "extension": msgpack.packb([5, 0, 1, 0, 0, 0, msgpack.ExtType(5, b"x")]),
+    "empty extension": b"\x97\x05\x00\x01\x00\x00\x00\xc7\x00\x05",
+    "empty time stamp": b"\x97\x05\x00\x01\x00\x00\x00\xc7\x00\xff",
+    "number": b"\x07",
+    "text": b"\xa5hello",
+    "map": b"\x81\xa2op\x05",
+    "nil": b"\xc0",
+    "empty array": b"\x90",
+    "1025 fields": msgpack.packb([1] * 1025),
+    "long text": msgpack.packb([5, 0, 1, 0, 0, 0, "x" * 20_000]),
+    "long bin": msgpack.packb([5, 0, 1, 0, 0, 0, bytes(100_000)]),
+}
+
+
 def own_peer() -> str:
     """What zmq says of a peer that is this very process."""
     return f"localhost:{os.geteuid()}:{os.getegid()}:{os.getpid()}"
@@ -53,7 +87,14 @@ def make_pool(
     """A pool with a real slot table in ``directory``."""
     layout = st.TableLayout(slots, max_sessions)
     digest = geometry.digest if geometry else bytes(16)
-    table = SlotTableWriter(directory / f"{name}.table", layout, uuid=uuid, digest=digest, epoch=EPOCH)
+    table = SlotTableWriter.create(
+        directory / f"{name}.table",
+        layout,
+        uuid=uuid,
+        digest=digest,
+        epoch=EPOCH,
+        created_by_client=ends_with_last_session,
+    )
     return Pool(name, table, uuid, geometry, tuple(shards), ends_with_last_session=ends_with_last_session)
 
 
@@ -63,7 +104,7 @@ def make_registry(directory: Path, *pools: Pool) -> Registry:
     def make(name: str, slots: int) -> Pool:
         return make_pool(directory, slots, name, ends_with_last_session=True)
 
-    return Registry(pools, make)
+    return Registry(pools, make, TestLeases())
 
 
 def make_session(pool: Pool, number: int = 1) -> Session:
@@ -71,7 +112,8 @@ def make_session(pool: Pool, number: int = 1) -> Session:
     session = Session(
         number=number,
         row=pool.rows.take(),
-        lease=number.to_bytes(16, "little"),
+        lease=TestLeases().open(number.to_bytes(16, "little")),
+        limit=pool.slots,
         name=f"engine-{number}",
         pid=4000 + number,
         rank=0,
@@ -91,6 +133,8 @@ def hello_map(lease: bytes = b"L" * 16, **changes: Any) -> dict[str, Any]:
         "name": "engine-0",
         "pid": 4310,
         "rank": 0,
+        "guarantee": 0,
+        "limit": None,
         "create_slots": None,
         "slots": None,
         "expect": None,
@@ -118,7 +162,7 @@ class Connection:
     peer: Callable[[], str | None] = own_peer
 
     def send_body(self, body: bytes) -> bytes | None:
-        return self.dispatcher.handle(self.identity, body, self.peer)
+        return self.dispatcher.handle(self.identity, body, self.peer, now=0.0)
 
     def send(self, *fields: Any) -> list[Any] | None:
         """Hand over one message; the fields of what comes back, or None."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from daemons import Daemon
 from table_check import check_table
 
@@ -75,17 +76,22 @@ class FreshPool:
             worker.close()
 
 
+def granted(slots: torch.Tensor | None) -> torch.Tensor:
+    """A grant, which has to be one."""
+    assert slots is not None
+    return slots
+
+
+def ids(slots: torch.Tensor | None) -> list[int]:
+    """A grant, which has to be one, as plain ids."""
+    listed: list[int] = granted(slots).tolist()
+    return listed
+
+
 def drain(allocator: SlotAllocator) -> list[int]:
     """What ``alloc(1)`` gives until None, in order; all of it is freed again."""
     slots = []
     while (slot := allocator.alloc(1)) is not None:
         slots.append(int(slot))
-    allocator.free(slots)  # type: ignore[arg-type]  # a list of ints is taken too
+    allocator.free(torch.tensor(slots))
     return slots
-
-
-def ids(slots: Any) -> list[int]:
-    """A grant, which was not None, as plain ids."""
-    assert slots is not None
-    listed: list[int] = slots.tolist()
-    return listed

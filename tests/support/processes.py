@@ -1,38 +1,24 @@
-"""Child processes for tests: each runs a script as an interpreter of its own, to its very end.
-
-Importing torch takes seconds, so children are forked from one process that has imported it and done nothing
-else: no thread, no zmq context, no session. A child runs its script in ``__main__`` and ends as every
-interpreter does: atexit, module teardown, exit status.
-"""
+"""Child processes for tests: scripts that are told and heard line by line, and an allocator that stands still."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import gc
-import json
 import os
 import select
 import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
 
 import pytest
 from daemons import Daemon, wait_until
+from zygote import Pipes, Zygote
 
 from mambapool.pool import slot_table as st
 
-#: Bounds every wait for a child in these tests.
+#: Bounds every wait for a child.
 WAIT_S = 30.0
-
-_MAX_REQUEST_BYTES = 128 * 1024
 
 
 class Lines:
@@ -64,13 +50,13 @@ class Lines:
 
 
 class Child:
-    """A running script: line by line in and out, its status, what it wrote to stderr."""
+    """A running script."""
 
-    def __init__(self, pipes: dict[str, int], stderr: IO[str]) -> None:
-        self._input = os.fdopen(pipes["input"], "w", buffering=1)
-        self._output = Lines(pipes["output"])
-        self._told = Lines(pipes["status"])
-        self._stderr = stderr
+    def __init__(self, pipes: Pipes) -> None:
+        self._input = os.fdopen(pipes.input, "w", buffering=1)
+        self._output = Lines(pipes.output)
+        self._told = Lines(pipes.status)
+        self._stderr = pipes.stderr
         self._status: int | None = None
         self.pid = int(self._told.next(WAIT_S) or 0)
 
@@ -113,47 +99,14 @@ class Child:
 
     def close(self) -> None:
         """Kill it if it still runs."""
-        if self._status is None and self._told.next(0) is None:
+        if self._status is None and not self._told.waiting():
             os.kill(self.pid, signal.SIGKILL)
-            self.wait()
+        self.wait()
         with contextlib.suppress(BrokenPipeError):
             self._input.close()
         self._output.close()
         self._told.close()
         self._stderr.close()
-
-
-class Zygote:
-    """The process that has imported torch, and that children are forked from."""
-
-    def __init__(self) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-            )
-
-    def start(self, source: str, arguments: tuple[object, ...], environment: dict[str, str]) -> Child:
-        request = {
-            "source": textwrap.dedent(source),
-            "arguments": [str(argument) for argument in arguments],
-            "environment": environment,
-        }
-        stderr = tempfile.TemporaryFile("w+")
-        stdin, put = os.pipe()
-        output, stdout = os.pipe()
-        status, told = os.pipe()
-        theirs = [stdin, stdout, stderr.fileno(), told]
-        socket.send_fds(self._control, [json.dumps(request).encode()], theirs)
-        for fd in (stdin, stdout, told):
-            os.close(fd)
-        return Child({"input": put, "output": output, "status": status}, stderr)
-
-    def close(self) -> None:
-        self._control.close()
-        self._process.wait(WAIT_S)
 
 
 class Children:
@@ -165,7 +118,7 @@ class Children:
 
     def start(self, source: str, *arguments: object, **environment: str) -> Child:
         """Run ``source`` with ``sys.argv[1:]`` = ``arguments``."""
-        child = self._zygote.start(source, arguments, environment)
+        child = Child(self._zygote.start(source, arguments, environment))
         self._started.append(child)
         return child
 
@@ -178,8 +131,14 @@ class Children:
             child.close()
 
 
+@functools.cache
+def _the_zygote() -> Zygote:
+    return Zygote()
+
+
 @pytest.fixture(scope="session")
 def zygote() -> Iterator[Zygote]:
+    """One for all directories of tests that have this fixture."""
     yield _the_zygote()
     if _the_zygote.cache_info().currsize:
         _the_zygote().close()
@@ -192,11 +151,6 @@ def children(zygote: Zygote) -> Iterator[Children]:
     started = Children(zygote)
     yield started
     started.close()
-
-
-@functools.cache
-def _the_zygote() -> Zygote:
-    return Zygote()
 
 
 @contextlib.contextmanager
@@ -215,49 +169,3 @@ def paused(daemon: Daemon) -> Iterator[None]:
 def _state_of(pid: int) -> str:
     """R, S, T …: the field after the command's name in proc_pid_stat(5)."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-def _serve(control: socket.socket) -> str:
-    """Fork a child for every request. Returns in the children only: what each is to run."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    while True:
-        data, fds, _, _ = socket.recv_fds(control, _MAX_REQUEST_BYTES, 4)
-        if not data:
-            os._exit(0)
-        if os.fork() == 0:
-            control.close()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            return _become(json.loads(data), fds)
-        for fd in fds:
-            os.close(fd)
-
-
-def _become(request: dict[str, Any], fds: list[int]) -> str:
-    """Fork once more: the parent tells the child's pid and status, the child takes the descriptors over."""
-    *standard, told = fds
-    pid = os.fork()
-    if pid:
-        os.write(told, f"{pid}\n".encode())
-        for fd in standard:
-            os.close(fd)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        os.write(told, f"{status}\n".encode())
-        os._exit(0)
-    os.close(told)
-    for number, fd in enumerate(standard):
-        os.dup2(fd, number)
-        os.close(fd)
-    sys.argv = ["script", *request["arguments"]]
-    os.environ.update(request["environment"])
-    source: str = request["source"]
-    return source
-
-
-if __name__ == "__main__":
-    import mambapool.client
-    import mambapool.client.allocator  # noqa: F401  torch, before any child is forked
-
-    # Keeps the collector of every child away from what is here already: it would copy all of it.
-    gc.freeze()
-    # As the main module's own code: what a script leaves in its globals is torn down as a script's is.
-    exec(compile(_serve(socket.socket(fileno=int(sys.argv[1]))), "script", "exec"))

@@ -1,0 +1,108 @@
+"""The process that has imported torch, which takes seconds, and that scripts are forked from.
+
+It has done nothing else: no thread, no zmq context, no session. A script runs in ``__main__`` and ends as every
+interpreter does: atexit, module teardown, exit status. :mod:`processes` is what tests use.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+from dataclasses import dataclass
+from typing import IO, Any
+
+END_S = 30.0
+
+_MAX_REQUEST_BYTES = 128 * 1024
+
+
+@dataclass(frozen=True)
+class Pipes:
+    """The tests' ends of a script: descriptors, and the file that its stderr goes to."""
+
+    input: int
+    output: int
+    status: int  # a line with its pid, then one with its exit status
+    stderr: IO[str]
+
+
+class Zygote:
+    """Starts scripts. Ends when it is closed, or when the process that made it ends."""
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, __file__, str(theirs.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+
+    def start(self, source: str, arguments: tuple[object, ...], environment: dict[str, str]) -> Pipes:
+        """Run ``source`` with ``sys.argv[1:]`` = ``arguments`` and ``environment`` on top of this one's."""
+        request = {
+            "source": textwrap.dedent(source),
+            "arguments": [str(argument) for argument in arguments],
+            "environment": environment,
+        }
+        stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the script
+        stdin, put = os.pipe()
+        output, stdout = os.pipe()
+        status, told = os.pipe()
+        socket.send_fds(self._control, [json.dumps(request).encode()], [stdin, stdout, stderr.fileno(), told])
+        for fd in (stdin, stdout, told):
+            os.close(fd)
+        return Pipes(put, output, status, stderr)
+
+    def close(self) -> None:
+        self._control.close()
+        self._process.wait(END_S)
+
+
+def _serve(control: socket.socket) -> str:
+    """Fork for every request. Returns in the forked only: the script that is to run."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        data, fds, _, _ = socket.recv_fds(control, _MAX_REQUEST_BYTES, 4)
+        if not data:
+            os._exit(0)
+        if os.fork() == 0:
+            control.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            return _become(json.loads(data), fds)
+        for fd in fds:
+            os.close(fd)
+
+
+def _become(request: dict[str, Any], fds: list[int]) -> str:
+    """Fork once more: the parent tells the script's pid and status, the child takes the descriptors over."""
+    *standard, told = fds
+    pid = os.fork()
+    if pid:
+        for fd in standard:
+            os.close(fd)
+        os.write(told, f"{pid}\n".encode())
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        os.write(told, f"{status}\n".encode())
+        os._exit(0)
+    os.close(told)
+    for number, fd in enumerate(standard):
+        os.dup2(fd, number)
+        os.close(fd)
+    sys.argv = ["script", *request["arguments"]]
+    os.environ.update(request["environment"])
+    source: str = request["source"]
+    return source
+
+
+if __name__ == "__main__":
+    import mambapool.client.allocator  # noqa: F401  torch, before anything is forked
+
+    # Keeps the collector of every script away from what is here already: it would copy all of it.
+    gc.freeze()
+    # As the main module's own code: what a script leaves in its globals is torn down as a script's is.
+    exec(compile(_serve(socket.socket(fileno=int(sys.argv[1]))), "script", "exec"))
