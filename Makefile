@@ -5,7 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(sort $(wildcard pool/*.py client/*.py client/*/*.py service/*.py))
 
-.PHONY: demo test check format install clean force
+SOAK ?= 30s
+
+.PHONY: demo test soak faults check format install clean force
 .DEFAULT_GOAL := install
 
 demo: install  ## Daemon, 4 schedulers and a real trace, in a temporary directory
@@ -13,6 +15,12 @@ demo: install  ## Daemon, 4 schedulers and a real trace, in a temporary director
 
 test: install  ## Every test that this machine can run
 	$(BIN)/python -m pytest
+
+soak: install  ## Random kills under load; SOAK=10m for longer
+	$(BIN)/python tests/faults/soak.py --seconds $(SOAK)
+
+faults: install  ## A crash before every store, each with a crash at every store of the recovery
+	MAMBAPOOL_ALL_CRASH_POINTS=1 $(BIN)/python -m pytest tests/faults --timeout 3600
 
 check: install  ## Lint and types
 	$(BIN)/ruff check .

@@ -10,6 +10,7 @@ import contextlib
 import os
 import secrets
 import socket
+import struct
 
 from mambapool.pool import record_lock
 from mambapool.pool.errors import AllocatorUnavailable, RuntimeDirError
@@ -17,8 +18,8 @@ from mambapool.pool.runtime_dir import RuntimeDir, check_socket_path
 
 LEASE_BYTES = 16
 
-#: How long the allocator's watcher may take to accept.
-_CONNECT_S = 2.0
+# How long the allocator's watcher may take to accept: struct timeval, 2 s.
+_CONNECT_TIMEVAL = struct.pack("@ll", 2, 0)
 
 
 class Lease:
@@ -47,7 +48,8 @@ class Lease:
         path = check_socket_path(self._directory.lease_socket)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            connection.settimeout(_CONNECT_S)
+            # Not settimeout(): such a connect fails at once while many others wait to be accepted, unix(7).
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _CONNECT_TIMEVAL)
             connection.connect(path)
             connection.send(self.name)
         except OSError as error:

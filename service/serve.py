@@ -66,10 +66,17 @@ class _Stop:
     def _ask(self, _number: int, _frame: FrameType | None) -> None:
         self.asked = True
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Until the next signal, or so many seconds."""
-        select.select([self.wake], [], [], timeout)
+    def wait(self) -> None:
+        """Until the next signal."""
+        select.select([self.wake], [], [])
         self.drain()
+
+    def pause(self, seconds: float) -> None:
+        """So many seconds, or until a stop is asked for: a child's end, which wakes too, cuts it no shorter."""
+        deadline = time.monotonic() + seconds
+        while not self.asked and (left := deadline - time.monotonic()) > 0:
+            select.select([self.wake], [], [], left)
+            self.drain()
 
     def drain(self) -> None:
         try:
@@ -109,15 +116,15 @@ def serve(config: ServeConfig, announce: Callable[[RuntimeDir, dict[str, Any]], 
                 return
         crashes = Crashes()
         while not stop.asked:
-            started = time.monotonic()
-            allocator = _start_allocator(directory.path, config, fresh=not allocators)
+            first = not allocators
+            allocator = _start_allocator(directory.path, config, fresh=first)
             allocators.append(allocator)
-            how = _until_ended(allocator, keepers, stop, announce_first)
+            lived_s, how = _until_ended(allocator, keepers, stop, announce_first, first=first)
             if stop.asked:
                 break
-            pause = crashes.another(time.monotonic() - started, how)
+            pause = crashes.another(lived_s, how)
             _log.error("the allocator %s; it is brought back in %.1f s", how, pause)
-            stop.wait(pause)
+            stop.pause(pause)
     finally:
         # The allocator first: nobody shall be told of memory that is on its way out.
         for children in (allocators, keepers):
@@ -134,7 +141,7 @@ class Crashes:
         self._short_lives = 0
 
     def another(self, lived_s: float, how: str) -> float:
-        """Seconds to wait after one that lived so long; :class:`AllocatorUnavailable` when it is hopeless."""
+        """Seconds to wait after one that answered for so long; :class:`AllocatorUnavailable` when it is hopeless."""
         self._short_lives = self._short_lives + 1 if lived_s < SHORT_LIFE_S else 0
         if self._short_lives >= MOST_SHORT_LIVES:
             raise AllocatorUnavailable(
@@ -145,19 +152,35 @@ class Crashes:
 
 
 def _until_ended(
-    allocator: Child, keepers: list[Child], stop: _Stop, announce: Callable[[dict[str, Any]], None]
-) -> str:
-    """Until the allocator ended by itself, or a stop was asked for; how it ended, in words."""
-    ready = _until_ready(allocator, stop)
+    allocator: Child,
+    keepers: list[Child],
+    stop: _Stop,
+    announce: Callable[[dict[str, Any]], None],
+    *,
+    first: bool,
+) -> tuple[float, str]:
+    """Until the allocator ended by itself, or a stop was asked for; how long it answered, how it ended, in words.
+
+    One that is brought back and does not come up is one more crash; what the first one fails with is raised.
+    """
+    try:
+        ready = _until_ready(allocator, stop)
+    except MambaPoolError as error:
+        if first:
+            raise
+        _check_keepers(keepers, allocator)
+        return 0.0, f"did not come up: {error}"
+    since = time.monotonic()
     if ready is not None:
         announce(ready)
     while not stop.asked and not allocator.ended:
         _check_keepers(keepers, allocator)
         stop.wait()
+    lived_s = time.monotonic() - since
     if stop.asked:
-        return ""
+        return lived_s, ""
     _check_keepers(keepers, allocator)
-    return allocator.how_it_ended()
+    return lived_s, allocator.how_it_ended()
 
 
 def _start_allocator(directory: Path, config: ServeConfig, *, fresh: bool) -> Child:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from dispatching import EPOCH, Client, Connection, make_pool, make_registry
+from leases import TestLeases
 
 from mambapool.service.dispatcher import Dispatcher
 from mambapool.service.pools import Pool
@@ -20,8 +21,14 @@ def pool(tmp_path: Path) -> Pool:
 
 
 @pytest.fixture
-def registry(tmp_path: Path, pool: Pool) -> Iterator[Registry]:
-    registry = make_registry(tmp_path, pool)
+def leases() -> TestLeases:
+    """Every lease is held, but for those that a test adds to ``dead``."""
+    return TestLeases()
+
+
+@pytest.fixture
+def registry(tmp_path: Path, pool: Pool, leases: TestLeases) -> Iterator[Registry]:
+    registry = make_registry(tmp_path, pool, leases=leases)
     yield registry
     registry.check()
 

@@ -57,11 +57,11 @@ def test_an_open_request_is_answered_with_the_same_bytes_however_often_it_comes(
     client: Client, pool: Pool
 ) -> None:
     bodies = [
-        client.body(protocol.ALLOC, 1, None, id=2),
-        client.body(protocol.ALLOC, 3, None, id=3),
+        client.body(protocol.ALLOC, 1, None, False, id=2),
+        client.body(protocol.ALLOC, 3, None, False, id=3),
         client.body(protocol.BEGIN, 2, None, False, id=4),
-        client.body(protocol.ALLOC, 100, None, id=5),
-        client.body(protocol.ALLOC, 1, 9, id=6, posted=1),
+        client.body(protocol.ALLOC, 100, None, False, id=5),
+        client.body(protocol.ALLOC, 1, 9, False, id=6, posted=1),
     ]
     replies = [client.connection.send_body(body) for body in bodies]
     before = everything(client.connection.dispatcher)
@@ -80,7 +80,7 @@ def test_a_none_stays_none_when_the_request_is_repeated(client: Client) -> None:
 
 
 def test_a_repeat_may_come_over_another_connection(client: Client) -> None:
-    body = client.body(protocol.ALLOC, 3, None, id=9)
+    body = client.body(protocol.ALLOC, 3, None, False, id=9)
     first = client.connection.send_body(body)
     client.connection.identity = b"zmq-new"
     client.connection.hello(client.lease)
@@ -155,7 +155,7 @@ def test_carried_frees_stay_freed_when_the_list_cannot_serve_the_rest(client: Cl
 
 def test_a_carried_free_is_applied_once_though_the_request_is_repeated(client: Client, pool: Pool) -> None:
     client.alloc(4)
-    body = client.body(protocol.ALLOC, 1, ids(1, 2), id=9, posted=1)
+    body = client.body(protocol.ALLOC, 1, ids(1, 2), False, id=9, posted=1)
     first = client.connection.send_body(body)
     assert client.connection.send_body(body) == first
     assert (client.session.applied, client.session.held) == (1, 3)
@@ -220,7 +220,7 @@ def test_frees_that_are_no_ids_are_malformed_in_a_repeat_too(client: Client) -> 
     client.alloc(2)
     client.post(FREE, 1)
     before = everything(client.connection.dispatcher)
-    assert client.request(protocol.ALLOC, 1, "1", posted=1)[2] == MALFORMED
+    assert client.request(protocol.ALLOC, 1, "1", False, posted=1)[2] == MALFORMED
     assert everything(client.connection.dispatcher) == before
 
 

@@ -47,7 +47,7 @@ def two_sessions(dispatcher: Dispatcher) -> Dispatcher:
     """Session 1 holds 1 and 2, session 2 has 3 and 4 in a window."""
     first, second = over(dispatcher, 1), over(dispatcher, 2)
     first.send_body(golden("session")[0].request)
-    first.send(protocol.ALLOC, 1, 9000, EPOCH, 0, 0, 2, None)
+    first.send(protocol.ALLOC, 1, 9000, EPOCH, 0, 0, 2, None, False)
     second.hello(bytes(16), name="engine-1", pid=4311)
     second.send(protocol.BEGIN, 2, 2, EPOCH, 0, 2, 2, None, False)
     return dispatcher

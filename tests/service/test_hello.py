@@ -27,6 +27,8 @@ def test_hello_tells_of_the_session_and_its_pool(connection: Connection) -> None
             "row": 0,
             "applied": 0,
             "slots": 16,
+            "limit": 16,
+            "guarantee": 0,
             "uuid": bytes(range(16)),
             "geometry": None,
             "table": "default.table",
@@ -104,6 +106,8 @@ MALFORMED_FIELDS: dict[str, tuple[Any, ...]] = {
     "pid": (*NEVER, None, -1, 2**32 + 1, 2**64 - 1, "4310"),
     "rank": (*NEVER, None, -1, 2**16 + 1, 2**64 - 1, "0"),
     "resume": (*NEVER, 0, -1, 2**63, 2**64 - 1, "1"),
+    "guarantee": (*NEVER, None, -1, 2**31 - 1, 2**64 - 1, "0"),
+    "limit": (*NEVER, 0, -1, 2**31 - 1, 2**64 - 1, "16"),
     "create_slots": (*NEVER, 0, -1, MAX_CREATED_SLOTS + 1, 2**64 - 1, "16"),
     "slots": (*NEVER, -1, 2**31, 2**64 - 1, "16"),
     "expect": (True, 1, "abc", ["abc"], {"conv": 1}, *([bad] for bad in BAD_TENSORS)),
@@ -120,7 +124,7 @@ def test_a_field_of_a_wrong_kind_is_malformed_and_named(connection: Connection, 
     assert everything(connection.dispatcher) == before
 
 
-@pytest.mark.parametrize("field", ["versions", "lease", "pool", "name", "pid", "rank"])
+@pytest.mark.parametrize("field", ["versions", "lease", "pool", "name", "pid", "rank", "guarantee"])
 def test_a_field_that_is_missing_is_malformed_and_named(field: str) -> None:
     hello = hello_map()
     del hello[field]
@@ -130,10 +134,11 @@ def test_a_field_that_is_missing_is_malformed_and_named(field: str) -> None:
 
 def test_fields_that_may_be_missing_are_nil_then() -> None:
     hello = hello_map()
-    for field in ("resume", "create_slots", "slots", "expect"):
+    for field in ("resume", "limit", "create_slots", "slots", "expect"):
         hello.pop(field, None)
     request = AttachRequest.from_wire(hello)
-    assert (request.resume, request.create_slots, request.slots, request.expect) == (None, None, None, ())
+    assert (request.resume, request.limit, request.create_slots, request.slots) == (None, None, None, None)
+    assert request.expect == ()
 
 
 def test_fields_of_later_versions_are_passed_over(connection: Connection) -> None:
@@ -181,7 +186,7 @@ def foreign_peer() -> str:
     return f"localhost:{os.geteuid() + 1}:100:4242"
 
 
-@pytest.mark.parametrize("op", [HELLO, protocol.STATUS])
+@pytest.mark.parametrize("op", [HELLO, protocol.STATUS, protocol.EVICT])
 @pytest.mark.parametrize(
     ("peer", "says"),
     [
@@ -198,7 +203,7 @@ def test_who_is_not_this_user_is_refused(
 ) -> None:
     before = everything(client.connection.dispatcher)
     stranger = Connection(client.connection.dispatcher, b"zmq-2", peer)
-    more = (hello_map(client.lease),) if op == HELLO else ()
+    more = {HELLO: (hello_map(client.lease),), protocol.EVICT: (client.number, True)}.get(op, ())
     assert stranger.ask(op, 0, 3, 0, 0, 0, *more) == [3, EPOCH, REFUSED, says]
     assert everything(client.connection.dispatcher) == before
 

@@ -18,6 +18,7 @@ from daemons import Daemon, wait_until
 from dispatching import NOT_MESSAGES, hello_map
 
 from mambapool.client import Worker
+from mambapool.client.lease import Lease
 from mambapool.pool import protocol
 from mambapool.pool.protocol import (
     MALFORMED,
@@ -41,6 +42,8 @@ class RawPeer:
     """A DEALER socket that sends what no client would."""
 
     def __init__(self, daemon: Daemon) -> None:
+        #: What a HELLO needs: a lock that this process holds.
+        self.lease = Lease(daemon.directory)
         self._context = zmq.Context()
         self._dealer: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self._dealer.rcvtimeo = 10_000
@@ -68,7 +71,11 @@ class RawPeer:
         (reply,) = self.replies()
         return reply
 
+    def hello_map(self, **changes: Any) -> dict[str, Any]:
+        return hello_map(self.lease.name, **changes)
+
     def close(self) -> None:
+        self.lease.close()
         self._dealer.close(linger=0)
         self._context.term()
 
@@ -194,10 +201,10 @@ def test_a_string_of_64_mib_is_not_kept(peer: RawPeer) -> None:
 
 def test_operations_sessions_and_epochs_that_there_are_not_are_told(peer: RawPeer, epoch: int) -> None:
     assert peer.ask(99, 0, 5, epoch, 0, 0)[:3] == [5, epoch, UNKNOWN_SESSION]
-    session = peer.ask(protocol.HELLO, 0, 1, 0, 0, 0, hello_map())[3]["session"]
+    session = peer.ask(protocol.HELLO, 0, 1, 0, 0, 0, peer.hello_map())[3]["session"]
     assert peer.ask(99, session, 5, epoch, 0, 0) == [5, epoch, MALFORMED, "unknown operation 99"]
     for op in protocol.OP_NAMES:
-        if op not in (protocol.HELLO, STATUS):
+        if op not in (protocol.HELLO, STATUS, protocol.EVICT):
             assert peer.ask(op, session + 999, 5, epoch, 1, 0, 1, None)[:3] == [5, epoch, UNKNOWN_SESSION]
             assert peer.ask(op, session, 5, epoch + 1, 1, 0, 1, None)[:3] == [5, epoch, WRONG_EPOCH]
     # The neighbour's session exists, but not on this connection.
@@ -206,11 +213,11 @@ def test_operations_sessions_and_epochs_that_there_are_not_are_told(peer: RawPee
 
 
 def test_a_hello_that_is_not_as_it_should_be_is_told_what_is_wrong(peer: RawPeer) -> None:
-    reply = peer.ask(protocol.HELLO, 0, 1, 0, 0, 0, hello_map(versions=[999, 999]))
+    reply = peer.ask(protocol.HELLO, 0, 1, 0, 0, 0, peer.hello_map(versions=[999, 999]))
     assert reply[2] == WRONG_VERSION
     assert "999" in reply[3]
-    for field in ("versions", "lease", "pool", "name", "pid", "rank"):
-        hello = hello_map()
+    for field in ("versions", "lease", "pool", "name", "pid", "rank", "guarantee"):
+        hello = peer.hello_map()
         for value in NO_VALUES:
             reply = peer.ask(protocol.HELLO, 0, 1, 0, 0, 0, {**hello, field: value})
             assert reply[2] == MALFORMED, (field, value)
@@ -220,11 +227,11 @@ def test_a_hello_that_is_not_as_it_should_be_is_told_what_is_wrong(peer: RawPeer
 
 
 def test_numbers_of_every_kind_are_no_counts(peer: RawPeer, epoch: int) -> None:
-    session = peer.ask(protocol.HELLO, 0, 1, 0, 0, 0, hello_map())[3]["session"]
+    session = peer.ask(protocol.HELLO, 0, 1, 0, 0, 0, peer.hello_map())[3]["session"]
     for request_id, count in enumerate(
         (float("nan"), float("inf"), 2**64 - 1, -(2**63), 0, True, None, "9"), start=2
     ):
-        reply = peer.ask(protocol.ALLOC, session, request_id, epoch, 0, 0, count, None)
+        reply = peer.ask(protocol.ALLOC, session, request_id, epoch, 0, 0, count, None, False)
         assert reply[:3] == [request_id, epoch, MALFORMED]
     assert peer.ask(protocol.DETACH, session, 99, epoch, 0, 0)[2] == OK
 
@@ -233,7 +240,9 @@ def test_10000_random_messages_are_answered_each(peer: RawPeer, epoch: int) -> N
     """Random bytes, and valid messages with random bytes in them; none of a session that holds anything."""
     source = random.Random(76)
     valid = [
-        pack((protocol.ALLOC, 1, 2, epoch, 0, 0, 3, None)),
+        pack((protocol.ALLOC, 1, 2, epoch, 0, 0, 3, None, True)),
+        pack((protocol.OFFER, 1, 2, epoch, 0, 0, bytes(12), 2)),
+        pack((protocol.EVICT, 0, 2, 0, 0, 0, 2**40, False)),
         pack((protocol.BEGIN, 1, 2, epoch, 1, 0, 3, bytes(12), True)),
         pack((protocol.FREE, 1, 0, epoch, 1, 0, bytes(400))),
         pack((STATUS, 0, 3, 0, 0, 0)),

@@ -49,8 +49,7 @@ def test_an_attached_session_is_written_with_its_lease_and_rank(pool: Pool, read
     session.rank = 2
     words = session_words(reader, session)
     assert words[st.S_NUMBER] == 3
-    assert np.array(words[st.S_LEASE : st.S_LEASE + 2], np.uint64).tobytes() == session.lease
-    assert words[st.S_APPLIED :] == [0] * (st.SESSION_WORDS - st.S_APPLIED)
+    assert np.array(words[st.S_LEASE : st.S_LEASE + 2], np.uint64).tobytes() == session.lease.name
 
 
 def test_a_row_that_is_used_again_has_nothing_of_the_session_before(pool: Pool, reader: SlotTableReader) -> None:
@@ -166,7 +165,7 @@ def test_status_counts_slots_by_what_they_are(tmp_path: Path) -> None:
     take(pool, session, 3, request_id=8)
     pool.open_window(session, 8)
     pool.commit()
-    assert pool.status() == {
+    assert pool.status(now=0.0) == {
         "name": "p",
         "slots": 10,
         "free": 5,
@@ -174,6 +173,8 @@ def test_status_counts_slots_by_what_they_are(tmp_path: Path) -> None:
         "windows": 3,
         "offered": 0,
         "quarantined": 0,
+        "waiting": 0,
+        "lost": None,
         "bytes_per_slot": 72,
         "backend": "shm",
         "shards": 2,
@@ -187,6 +188,7 @@ def test_status_counts_slots_by_what_they_are(tmp_path: Path) -> None:
                 "state": "live",
                 "held": 2,
                 "windows": 3,
+                "offered": 0,
                 "guarantee": 0,
                 "limit": 10,
             }
@@ -195,7 +197,7 @@ def test_status_counts_slots_by_what_they_are(tmp_path: Path) -> None:
 
 
 def test_an_allocator_only_pool_has_no_bytes_and_no_backend(pool: Pool) -> None:
-    status = pool.status()
+    status = pool.status(now=0.0)
     assert (status["bytes_per_slot"], status["backend"], status["shards"], status["holders"]) == (0, None, 0, [])
 
 

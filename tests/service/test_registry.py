@@ -5,11 +5,14 @@ from typing import Any
 
 import pytest
 from dispatching import hello_map, make_pool, make_registry
+from leases import TestLeases
 
 from mambapool.pool import protocol
 from mambapool.pool.errors import (
     AllocatorUnavailable,
     GeometryMismatch,
+    GuaranteeExceeded,
+    PoolLost,
     ProtocolError,
     RuntimeDirError,
     UnknownPool,
@@ -18,12 +21,25 @@ from mambapool.pool.layout import Geometry, TensorSpec
 from mambapool.service.attach import AttachRequest
 from mambapool.service.pools import Pool, Shard
 from mambapool.service.registry import Registry
+from mambapool.service.sessions import Session
 
 GEOMETRY = Geometry((TensorSpec.parse("conv=bfloat16:4x96x3"), TensorSpec.parse("temporal=float32:4x2x16x8")))
 
 
+def lease_name(short: str) -> bytes:
+    return short.encode().ljust(16, b".")
+
+
 def wants(lease: str = "a", **changes: Any) -> AttachRequest:
-    return AttachRequest.from_wire(hello_map(lease.encode().ljust(16, b"."), **changes))
+    return AttachRequest.from_wire(hello_map(lease_name(lease), **changes))
+
+
+def attach(registry: Registry, request: AttachRequest, identity: bytes = b"1") -> Session:
+    return registry.attach(request, identity)[0]
+
+
+def leave(registry: Registry, session: Session) -> None:
+    registry.end(session, "left", dead=False)
 
 
 @pytest.fixture
@@ -36,93 +52,93 @@ def states(tmp_path: Path) -> Registry:
 
 
 def test_sessions_are_numbered_and_a_number_is_never_used_twice(registry: Registry) -> None:
-    first = registry.attach(wants("a"), b"1")
-    second = registry.attach(wants("b"), b"2")
-    registry.detach(first)
-    third = registry.attach(wants("a"), b"1")
+    first = attach(registry, wants("a"))
+    second = attach(registry, wants("b"), b"2")
+    leave(registry, first)
+    third = attach(registry, wants("a"))
     assert [first.number, second.number, third.number] == [1, 2, 3]
     assert third.row == first.row
     assert list(registry.sessions) == [2, 3]
 
 
 def test_a_lease_has_one_session_however_often_it_attaches(registry: Registry) -> None:
-    first = registry.attach(wants("a"), b"1")
-    again = registry.attach(wants("a", resume=1), b"2")
-    assert again is first
+    first, made = registry.attach(wants("a"), b"1")
+    assert made
+    assert registry.attach(wants("a", resume=1), b"2") == (first, False)
     assert first.identity == b"2"
     assert len(registry.sessions) == 1
 
 
 def test_a_lease_stays_with_its_pool(registry: Registry) -> None:
-    registry.attach(wants("a"), b"1")
+    attach(registry, wants("a"))
     with pytest.raises(ProtocolError, match="this lease is attached to pool 'default'"):
-        registry.attach(wants("a", pool="other", create_slots=4), b"1")
+        attach(registry, wants("a", pool="other", create_slots=4))
     assert sorted(registry.pools) == ["default"]
 
 
 def test_a_session_that_is_not_known_here_cannot_be_resumed(registry: Registry) -> None:
     with pytest.raises(AllocatorUnavailable, match=r"session 12 is not known here.*connect again"):
-        registry.attach(wants(resume=12), b"1")
+        attach(registry, wants(resume=12))
     assert not registry.sessions
 
 
 def test_nobody_new_is_taken_while_the_allocator_ends(registry: Registry) -> None:
-    known = registry.attach(wants("a"), b"1")
+    known = attach(registry, wants("a"))
     registry.ending = True
     with pytest.raises(AllocatorUnavailable, match="ending"):
-        registry.attach(wants("b"), b"2")
-    assert registry.attach(wants("a"), b"2") is known
+        attach(registry, wants("b"), b"2")
+    assert attach(registry, wants("a"), b"2") is known
 
 
 def test_a_session_too_many_is_refused_and_leaves_nothing(registry: Registry, pool: Pool) -> None:
     for lease in "abcd":
-        registry.attach(wants(lease), b"1")
+        attach(registry, wants(lease))
     with pytest.raises(AllocatorUnavailable, match="all 4 sessions"):
-        registry.attach(wants("e"), b"1")
+        attach(registry, wants("e"))
     assert len(registry.sessions) == len(pool.sessions) == 4
-    registry.detach(registry.sessions[1])
-    assert registry.attach(wants("e"), b"1").number == 5
+    leave(registry, registry.sessions[1])
+    assert attach(registry, wants("e")).number == 5
 
 
 def test_a_pool_that_a_client_makes_ends_with_its_last_session(registry: Registry, tmp_path: Path) -> None:
-    first = registry.attach(wants("a", pool="mine", create_slots=5), b"1")
-    second = registry.attach(wants("b", pool="mine", create_slots=5), b"2")
-    third = registry.attach(wants("c", pool="mine"), b"3")
+    first = attach(registry, wants("a", pool="mine", create_slots=5))
+    second = attach(registry, wants("b", pool="mine", create_slots=5), b"2")
+    third = attach(registry, wants("c", pool="mine"), b"3")
     assert first.pool is second.pool is third.pool
     assert (first.pool.slots, first.pool.shards) == (5, ())
     for session in (second, first):
-        registry.detach(session)
+        leave(registry, session)
         assert (tmp_path / "mine.table").exists()
-    registry.detach(third)
+    leave(registry, third)
     assert sorted(registry.pools) == ["default"]
     assert not (tmp_path / "mine.table").exists()
 
 
 def test_a_configured_pool_stays_without_sessions(registry: Registry, tmp_path: Path) -> None:
-    registry.detach(registry.attach(wants("a", create_slots=16), b"1"))
+    leave(registry, attach(registry, wants("a", create_slots=16)))
     assert sorted(registry.pools) == ["default"]
     assert (tmp_path / "default.table").exists()
 
 
 def test_a_pool_that_ended_can_be_made_anew_with_another_size(registry: Registry) -> None:
-    registry.detach(registry.attach(wants("a", pool="mine", create_slots=5), b"1"))
-    assert registry.attach(wants("a", pool="mine", create_slots=6), b"1").pool.slots == 6
+    leave(registry, attach(registry, wants("a", pool="mine", create_slots=5)))
+    assert attach(registry, wants("a", pool="mine", create_slots=6)).pool.slots == 6
 
 
 def test_an_unknown_pool_is_refused_with_the_names_of_those_that_are_served(states: Registry) -> None:
     with pytest.raises(UnknownPool, match="there is no pool 'mine'; pools here: bare, default"):
-        states.attach(wants(pool="mine"), b"1")
+        attach(states, wants(pool="mine"))
 
 
 def test_an_allocator_without_pools_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(UnknownPool, match="none; a client can make one with create_slots=N"):
-        make_registry(tmp_path).attach(wants(), b"1")
+        attach(make_registry(tmp_path), wants())
 
 
 def test_a_pool_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     registry = make_registry(tmp_path / "missing")
     with pytest.raises(RuntimeDirError):
-        registry.attach(wants(create_slots=4), b"1")
+        attach(registry, wants(create_slots=4))
     assert not registry.pools
     assert not registry.sessions
 
@@ -154,7 +170,7 @@ def test_another_pool_than_expected_is_refused_with_the_field_and_both_values(
     states: Registry, changes: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(GeometryMismatch) as caught:
-        states.attach(wants(**changes), b"1")
+        attach(states, wants(**changes))
     assert str(caught.value) == text
     assert not states.sessions
     assert sorted(states.pools) == ["bare", "default"]
@@ -162,29 +178,139 @@ def test_another_pool_than_expected_is_refused_with_the_field_and_both_values(
 
 def test_what_is_expected_may_be_what_is_there(states: Registry) -> None:
     expect = [["temporal", "float32", [4, 2, 16, 8]], ["conv", "bfloat16", [4, 96, 3]]]
-    session = states.attach(wants(slots=8, rank=1, expect=expect), b"1")
+    session = attach(states, wants(slots=8, rank=1, expect=expect))
     assert session.rank == 1
 
 
 def test_a_session_is_described_with_its_pool(states: Registry) -> None:
-    session = states.attach(wants(), b"1")
+    session = attach(states, wants())
     assert states.describe(session) == {
         "session": 1,
         "row": 0,
         "applied": 0,
         "slots": 8,
+        "limit": 8,
+        "guarantee": 0,
         "uuid": bytes(range(16)),
         "geometry": GEOMETRY.to_wire(),
         "table": "default.table",
         "shards": [["keeper-default-0.sock", bytes(16)], ["keeper-default-1.sock", b"\1" * 16]],
     }
-    bare = states.attach(wants("b", pool="bare"), b"2")
+    bare = attach(states, wants("b", pool="bare"), b"2")
     assert (states.describe(bare)["geometry"], states.describe(bare)["shards"]) == (None, [])
 
 
 def test_the_longest_message_follows_the_largest_pool(registry: Registry) -> None:
     assert registry.max_body_bytes == protocol.max_body_bytes(16)
-    session = registry.attach(wants(pool="large", create_slots=1000), b"1")
+    session = attach(registry, wants(pool="large", create_slots=1000))
     assert registry.max_body_bytes == protocol.max_body_bytes(1000)
-    registry.detach(session)
+    leave(registry, session)
     assert registry.max_body_bytes == protocol.max_body_bytes(16)
+
+
+# Leases.
+
+
+def test_a_lease_is_looked_after_from_hello_to_the_sessions_end(registry: Registry, leases: TestLeases) -> None:
+    session = attach(registry, wants("a"))
+    attach(registry, wants("b"))
+    assert leases.open_names == {lease_name("a"), lease_name("b")}
+    leave(registry, session)
+    assert leases.open_names == {lease_name("b")}
+
+
+def test_a_lease_that_nobody_holds_is_refused_and_leaves_nothing(
+    registry: Registry, pool: Pool, leases: TestLeases
+) -> None:
+    leases.dead.add(lease_name("a"))
+    for _ in range(pool.rows.max_sessions + 1):
+        with pytest.raises(ProtocolError, match="nobody holds the lease"):
+            attach(registry, wants("a"))
+    assert not registry.sessions
+    assert attach(registry, wants("b")).number == 1
+
+
+def test_a_session_too_many_leaves_its_lease_to_nobody(registry: Registry, leases: TestLeases) -> None:
+    for lease in "abcd":
+        attach(registry, wants(lease))
+    with pytest.raises(AllocatorUnavailable, match="all 4 sessions"):
+        attach(registry, wants("e"))
+    assert leases.open_names == {lease_name(lease) for lease in "abcd"}
+
+
+def test_only_a_released_lease_buries_its_session(registry: Registry, pool: Pool, leases: TestLeases) -> None:
+    """What the watcher says is a hint; the lock is the proof."""
+    session = attach(registry, wants("a"))
+    pool.grant(session, 3, 2)
+    pool.commit()
+    assert registry.bury(lease_name("a"), "its connection closed") is None
+    assert registry.bury(lease_name("z"), "its connection closed") is None
+    assert (list(registry.sessions), session.held) == ([1], 3)
+    leases.dead.add(lease_name("a"))
+    assert registry.bury(lease_name("a"), "its connection closed") is pool
+    assert (registry.sessions, pool.ledger.free_count, leases.open_names) == ({}, 16, set())
+    assert registry.bury(lease_name("a"), "the sweep found its lock released") is None
+
+
+def test_a_death_is_one_line_that_names_the_process_and_its_slots(
+    registry: Registry, pool: Pool, leases: TestLeases, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = attach(registry, wants("a", name="engine-7", pid=4310))
+    pool.grant(session, 7, 2)
+    pool.give_back(session, 4, 1)
+    pool.commit()
+    leases.dead.add(lease_name("a"))
+    with caplog.at_level("INFO"):
+        registry.bury(lease_name("a"), "its process ended")
+    assert caplog.messages == [
+        "session 1 (engine-7, pid 4310) is dead (its process ended): 6 slots freed: 1-3, 5-7"
+    ]
+
+
+# Guarantees and limits.
+
+
+def test_guarantees_never_exceed_the_pool_whoever_holds_what(registry: Registry, pool: Pool) -> None:
+    first = attach(registry, wants("a", name="engine-a", guarantee=10))
+    attach(registry, wants("b", name="engine-b", guarantee=4))
+    for guarantee in (3, 16, 2**31 - 2):
+        with pytest.raises(GuaranteeExceeded) as caught:
+            attach(registry, wants("c", guarantee=guarantee))
+        assert str(caught.value) == (
+            f"a guarantee of {guarantee} is not to be had: pool default has 16 slots, guaranteed are 14: "
+            "engine-a (session 1) 10, engine-b (session 2) 4"
+        )
+    assert sorted(registry.sessions) == sorted(pool.sessions) == [1, 2]
+    leave(registry, first)
+    assert attach(registry, wants("c", guarantee=12)).guarantee == 12
+
+
+def test_a_guarantee_that_one_pool_cannot_keep_names_nobody(registry: Registry) -> None:
+    with pytest.raises(GuaranteeExceeded, match=r"16 slots, guaranteed are 0: nobody$"):
+        attach(registry, wants(guarantee=17))
+
+
+@pytest.mark.parametrize(("asked", "limit"), [(None, 16), (1, 1), (16, 16), (99, 16)])
+def test_a_limit_is_at_most_the_pool(registry: Registry, asked: int | None, limit: int) -> None:
+    session = attach(registry, wants(limit=asked))
+    assert (session.limit, registry.describe(session)["limit"]) == (limit, limit)
+
+
+def test_a_limit_below_the_guarantee_is_refused(registry: Registry) -> None:
+    with pytest.raises(ProtocolError, match="limit 3 is below the guarantee of 4"):
+        attach(registry, wants(limit=3, guarantee=4))
+    assert not registry.sessions
+
+
+# A keeper's death.
+
+
+def test_a_lost_pool_takes_nobody_new_and_the_others_go_on(states: Registry) -> None:
+    known = attach(states, wants("a"))
+    states.lose("default", "its keeper died")
+    states.lose("default", "the other keeper died too")
+    states.lose("no such pool", "who knows")
+    with pytest.raises(PoolLost, match="^pool default is lost: its keeper died$"):
+        attach(states, wants("b"))
+    assert attach(states, wants("a")) is known
+    assert attach(states, wants("c", pool="bare")).number == 2

@@ -65,7 +65,7 @@ def give_back(pool: Pool, session: Session, slots: list[int]) -> None:
 def test_a_new_table_says_what_it_is(tmp_path: Path) -> None:
     layout = TableLayout(5, 3)
     uuid, digest = bytes(range(16)), bytes(range(16, 32))
-    SlotTableWriter(tmp_path / "x.table", layout, uuid=uuid, digest=digest, epoch=EPOCH)
+    SlotTableWriter.create(tmp_path / "x.table", layout, uuid=uuid, digest=digest, epoch=EPOCH)
     reader = SlotTableReader(tmp_path / "x.table", uuid)
     assert bytes(reader.words[:1].tobytes()) == b"MAMBPOOL"
     assert (reader.layout, reader.epoch, reader.free_count) == (layout, EPOCH, 5)

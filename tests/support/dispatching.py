@@ -98,13 +98,13 @@ def make_pool(
     return Pool(name, table, uuid, geometry, tuple(shards), ends_with_last_session=ends_with_last_session)
 
 
-def make_registry(directory: Path, *pools: Pool) -> Registry:
+def make_registry(directory: Path, *pools: Pool, leases: TestLeases | None = None) -> Registry:
     """The registry of ``pools``; those that clients ask for are made in ``directory``."""
 
     def make(name: str, slots: int) -> Pool:
         return make_pool(directory, slots, name, ends_with_last_session=True)
 
-    return Registry(pools, make, TestLeases())
+    return Registry(pools, make, leases or TestLeases())
 
 
 def make_session(pool: Pool, number: int = 1) -> Session:
@@ -178,6 +178,17 @@ class Connection:
     def hello(self, lease: bytes = b"L" * 16, **changes: Any) -> list[Any]:
         return self.ask(protocol.HELLO, 0, 1, 0, 0, 0, hello_map(lease, **changes))
 
+    def late_bodies(self) -> list[bytes]:
+        """Take what has come for this connection since the last look, and is no answer to what it just sent."""
+        outbox = self.dispatcher.outbox
+        taken = [body for identity, body in outbox if identity == self.identity]
+        outbox[:] = [(identity, body) for identity, body in outbox if identity != self.identity]
+        return taken
+
+    def late(self) -> list[list[Any]]:
+        """Like :meth:`late_bodies`, decoded."""
+        return [unpack(body, len(body)) for body in self.late_bodies()]
+
 
 @dataclass
 class Client:
@@ -206,16 +217,37 @@ class Client:
         fields = usual | header
         return pack((op, self.number, *fields.values(), *arguments))
 
-    def request(self, op: int, *arguments: Any, **header: int) -> list[Any]:
-        """Send a request under a new id, unless ``id`` names one."""
+    def send(self, op: int, *arguments: Any, **header: int) -> list[Any] | None:
+        """Send a request under a new id, unless ``id`` names one; None if its answer comes later."""
         self.request_id = header.setdefault("id", self.request_id + 1)
         reply = self.connection.send_body(self.body(op, *arguments, **header))
+        return None if reply is None else unpack(reply, len(reply))
+
+    def request(self, op: int, *arguments: Any, **header: int) -> list[Any]:
+        """Like :meth:`send`, of a request that is answered at once."""
+        reply = self.send(op, *arguments, **header)
         assert reply is not None, "a request was not answered"
-        return unpack(reply, len(reply))
+        return reply
 
     def alloc(self, count: int, frees: int | bytes | None = None, **header: int) -> list[Any]:
         """ALLOC; one that carries frees is the next posted message too."""
-        return self._carrying(protocol.ALLOC, (count, frees), header)
+        return self._carrying(protocol.ALLOC, (count, frees, False), header)
+
+    def wait_for(self, count: int, frees: int | bytes | None = None, **header: int) -> list[Any] | None:
+        """ALLOC that waits for its turn, None then."""
+        if frees is not None and "posted" not in header:
+            self.posted += 1
+        return self.send(protocol.ALLOC, count, frees, True, **header)
+
+    def offer(self, receiver: int, *slots: int, **header: int) -> list[Any]:
+        return self.request(protocol.OFFER, protocol.pack_ids(np.array(slots, np.int32)), receiver, **header)
+
+    def accept(self, *, wait: bool = False, **header: int) -> list[Any] | None:
+        return self.send(protocol.ACCEPT, wait, **header)
+
+    def late(self) -> list[list[Any]]:
+        """Answers that have come since the last look."""
+        return self.connection.late()
 
     def begin(
         self, count: int, frees: int | bytes | None = None, partial: bool = False, **header: int
@@ -239,10 +271,21 @@ def everything(dispatcher: Dispatcher) -> list[Any]:
     """All that an allocator keeps, to be compared: what is in the tables, and what it knows of sessions."""
     tables = {name: pool.table.path.read_bytes() for name, pool in dispatcher.registry.pools.items()}
     sessions = [
-        (s.number, s.identity, s.applied, s.window, s.held, s.oldest_open, list(s.answers), s.barred.copy())
+        (s.number, s.identity, s.applied, s.window, s.held, s.offered, s.accepting, s.oldest_open)
         for s in dispatcher.registry.sessions.values()
     ]
-    return [tables, sessions]
+    requests = [(list(s.answers), s.barred.copy(), list(s.recovered)) for s in dispatcher.registry.sessions.values()]
+    offers = [
+        (offer.giver.number, offer.receiver, offer.ids.tolist())
+        for pool in dispatcher.registry.pools.values()
+        for offer in pool.offers
+    ]
+    waiters = [
+        (waiter.session.number, waiter.request_id, waiter.count)
+        for pool in dispatcher.registry.pools.values()
+        for waiter in pool.waiting._queue
+    ]
+    return [tables, sessions, requests, offers, waiters, dispatcher.outbox.copy()]
 
 
 class TableFile:
