@@ -42,9 +42,23 @@ class Lease:
             self.close()
             raise RuntimeDirError(f"cannot lock the lease {self._path}: another process has it")
 
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection, and an allocator at its other end."""
+        if self._connection is None:
+            return False
+        try:
+            # Nothing is ever said there: what can be read is its end.
+            self._connection.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
     def connect(self) -> None:
         """Open the connection whose end tells the allocator to look at the lock; again after a restart of it."""
-        self._disconnect()
+        self.disconnect()
         path = check_socket_path(self._directory.lease_socket)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -52,6 +66,7 @@ class Lease:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _CONNECT_TIMEVAL)
             connection.connect(path)
             connection.send(self.name)
+            connection.setblocking(False)
         except OSError as error:
             connection.close()
             raise AllocatorUnavailable(f"nobody watches leases at {path}: {error.strerror or error}") from error
@@ -65,12 +80,13 @@ class Lease:
 
     def abandon(self) -> None:
         """Close the descriptors. In a forked child that leaves the parent's lease as it is."""
-        self._disconnect()
+        self.disconnect()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
-    def _disconnect(self) -> None:
+    def disconnect(self) -> None:
+        """Close the connection: the allocator at its other end is gone."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None

@@ -47,17 +47,18 @@ class Record:
 
     def count(self) -> int:
         """How many slots the caller has, offered ones included."""
+        self._forget_accepted()
         return len(self.marks) - self.marks.count(0)
 
-    def clear(self) -> int:
-        """Nothing is held any more; returns how much was."""
+    def clear(self, *, offers_end: bool = True) -> int:
+        """Nothing is held any more, but for what is on offer unless ``offers_end``; returns how much was."""
         count = self.count()
-        self._view[:] = 0
+        self._view[self._view != (0 if offers_end else OFFERED)] = 0
         return count
 
     def held(self) -> list[int]:
-        """What the caller has, ascending."""
-        slots: list[int] = np.flatnonzero(self._view).tolist()
+        """What the caller has and may free, ascending."""
+        slots: list[int] = np.flatnonzero(self._view == HELD).tolist()
         return slots
 
     def _change(self, slots: list[int], mark: int) -> None:
@@ -74,15 +75,24 @@ class Record:
 
     def _refuse_unless_back(self, slots: list[int]) -> None:
         """An offer ends when its receiver does: then its slots are plainly ours again, the table says."""
+        self._forget_accepted()
         for slot in slots:
+            # In this order: who accepts is written as the holder before the offer ends.
             if (
                 self.marks[slot] == OFFERED
-                and self._table.holder_of(slot) == self._session
                 and not self._table.offered_to(slot)
+                and self._table.holder_of(slot) == self._session
             ):
                 self.marks[slot] = HELD
         if any(self.marks[slot] != HELD for slot in slots):
             self.refuse(slots)
+
+    def _forget_accepted(self) -> None:
+        """What was on offer and has another holder now was accepted: nobody tells the giver."""
+        if OFFERED in self.marks:
+            for slot in np.flatnonzero(self._view == OFFERED).tolist():
+                if self._table.holder_of(slot) != self._session:
+                    self.marks[slot] = 0
 
     def refuse(self, slots: list[int]) -> None:
         """Raise what is wrong with freeing these: who has them is in the slot table."""

@@ -22,7 +22,7 @@ from zmq.backend import Socket as BackendSocket
 from mambapool.client.lease import Lease
 from mambapool.client.posted import Posted, PostedQueue
 from mambapool.pool import protocol
-from mambapool.pool.errors import AllocatorUnavailable, MambaPoolError, ProtocolError
+from mambapool.pool.errors import AllocatorUnavailable, MambaPoolError, PoolLost, ProtocolError
 from mambapool.pool.runtime_dir import RuntimeDir, check_socket_path
 from mambapool.pool.slot_table import H_LOST, SlotTableReader
 
@@ -34,6 +34,8 @@ REPEAT_S = 0.5
 
 #: How often a session says that it lives when nothing else does.
 PING_S = 1.0
+
+LOST = "the memory of this pool is gone, its keeper died: connect again when it is back"
 
 # How often a call that waits for a reply looks whether the allocator is another one by now.
 _LOOK_MS = 20
@@ -64,8 +66,13 @@ class Transport:
     answered or applied. Not usable after a fork: see :mod:`mambapool.client.worker`, which looks.
     """
 
-    def __init__(self, directory: RuntimeDir, timeout: float, hello: dict[str, Any]) -> None:
-        """Connect and attach; ``hello`` is the map of HELLO, ``timeout`` in seconds bounds every wait."""
+    def __init__(
+        self, directory: RuntimeDir, timeout: float, hello: dict[str, Any], *, deadline: float | None = None
+    ) -> None:
+        """Connect and attach; ``hello`` is the map of HELLO, ``timeout`` in seconds bounds every wait.
+
+        Attaching ends at ``deadline``, on the monotonic clock, if that comes first.
+        """
         self.directory = directory
         self.timeout = timeout
         #: Messages sent so far, requests and posted ones.
@@ -74,8 +81,8 @@ class Transport:
         self.posted = PostedQueue(0)
         #: Refusals of posted messages that no call has raised yet.
         self.refusals: list[MambaPoolError] = []
-        #: Called once by the background thread when the pool's memory is lost.
-        self.on_lost: Callable[[], None] | None = None
+        #: Called once by the background thread, with the reason, when the pool's memory is lost or the session ended.
+        self.on_end: Callable[[MambaPoolError], None] | None = None
         self._hello = hello
         self._pack = protocol.packer()  # used by whoever has the lock
         self._lock = threading.Lock()
@@ -94,9 +101,8 @@ class Transport:
         self._lease = Lease(directory)
         try:
             self._socket = _new_socket(directory)
-            self._lease.connect()
             #: What the allocator told of the session and its pool.
-            self.session = self._say_hello(self._deadline())
+            self.session = self._say_hello(self._deadline() if deadline is None else deadline)
             self.number: int = self.session["session"]
             self.posted = PostedQueue(self.session["applied"])
             self._table = SlotTableReader(directory.path / self.session["table"], self.session["uuid"])
@@ -195,9 +201,9 @@ class Transport:
 
     def tick(self) -> None:
         """For the background thread: see what came, say that we live, find the allocator after a restart."""
-        if self._table is not None and self._table.items[H_LOST] and self.on_lost is not None:
-            on_lost, self.on_lost = self.on_lost, None
-            on_lost()
+        if self.on_end is not None and (reason := self._end()) is not None:
+            on_end, self.on_end = self.on_end, None
+            on_end(reason)
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -213,6 +219,16 @@ class Transport:
         finally:
             self._lock.release()
             self.flush()
+
+    def _end(self) -> MambaPoolError | None:
+        """Why no call shall hand out a slot any more, one without a message either."""
+        if self.table.items[H_LOST]:
+            return PoolLost(LOST)
+        if self.table.session_number(self.session["row"]) != self.number:
+            self._ended = self._ended or (
+                f"session {self.number} was ended by the allocator, by `mambapool evict` for one; connect again"
+            )
+        return self._unavailable(self._ended) if self._ended else None
 
     def detach(self, timeout: float) -> None:
         """End the session and close; returns after ``timeout`` seconds at the latest, answered or not."""
@@ -393,8 +409,7 @@ class Transport:
         if self._ended:
             raise self._unavailable(self._ended)
         self._attached = False
-        with contextlib.suppress(AllocatorUnavailable):
-            self._lease.connect()  # else the sweep has to do
+        self._lease.disconnect()
         session = self._say_hello(deadline, resume=self.number)
         self.posted.rewind(session["applied"])
         self._attached = True
@@ -404,8 +419,11 @@ class Transport:
         fields = {**self._hello, **more, "lease": self._lease.name}
         reply = None
         while reply is None:
+            self._connect_lease()
             self._send(self._pack((protocol.HELLO, 0, request_id, 0, 0, 0, fields)))
             reply = self._receive(request_id, deadline)
+        # An allocator that was still starting had no ear for it yet.
+        self._connect_lease()
         if reply[2] != protocol.OK:
             error = protocol.error_from(reply[2:])
             if more and reply[2] == protocol.REFUSED:
@@ -414,6 +432,12 @@ class Transport:
         self.epoch = reply[1]
         session: dict[str, Any] = reply[3]
         return session
+
+    def _connect_lease(self) -> None:
+        """Have its end noticed at once; without the connection the allocator's sweep has to do."""
+        if not self._lease.connected:
+            with contextlib.suppress(AllocatorUnavailable):
+                self._lease.connect()
 
     def _deadline(self) -> float:
         return time.monotonic() + self.timeout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import sys
 import time
@@ -12,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from mambapool.client.background import background
-from mambapool.client.transport import Transport
+from mambapool.client.transport import LOST, Transport
 from mambapool.pool import protocol
 from mambapool.pool.errors import (
     AllocatorUnavailable,
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 
 #: close() waits so long at most for the allocator to say goodbye.
 CLOSE_S = 1.0
-
-_LOST = "the memory of this pool is gone, its keeper died: connect again when it is back"
 
 #: How often connect() looks whether a daemon has come up.
 _LOOK_S = 0.02
@@ -80,6 +79,8 @@ def connect(
     """
     _require_torch()
     check_pool_name(pool)
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"timeout must be a number of seconds above 0, not {timeout!r}")
     deadline = time.monotonic() + timeout
     directory = _find_daemon(dir, deadline, timeout)
     hello: dict[str, Any] = {
@@ -94,7 +95,7 @@ def connect(
         "slots": slots,
         "expect": _expectations(expect),
     }
-    transport = Transport(directory, timeout, hello)
+    transport = Transport(directory, timeout, hello, deadline=deadline)
     try:
         return Worker(transport, directory, device, rank, deadline)
     except BaseException:
@@ -133,7 +134,7 @@ class Worker:
         kind = GuaranteedAllocator if session["guarantee"] else SlotAllocator
         self.allocator: SlotAllocator = kind(transport, device, debug=debug)
         self._transfers = Transfers(transport, self.allocator)
-        transport.on_lost = self._lost
+        transport.on_end = self.allocator.disable
         background().add(transport)
         _workers.add(self)
 
@@ -185,6 +186,8 @@ class Worker:
         self._closed = True
         _workers.discard(self)
         background().remove(self._transport)
+        # No cycle: the slot table's mapping and descriptor go with the last reference.
+        self._transport.on_lost = None
         self.allocator.disable(ClientClosed("this client was closed: connect again"))
         self._transport.detach(min(CLOSE_S, self._transport.timeout))
         if self._pool is not None:
@@ -200,11 +203,7 @@ class Worker:
 
     def _check_memory(self) -> None:
         if self._transport.table.items[H_LOST]:
-            raise PoolLost(_LOST)
-
-    def _lost(self) -> None:
-        """From the background thread: no call shall touch the memory any more, one without a message either."""
-        self.allocator.disable(PoolLost(_LOST))
+            raise PoolLost(LOST)
 
     def _after_fork(self) -> None:
         """In a child: the session is the parent's, and so are the connection and the threads behind it."""

@@ -205,6 +205,10 @@ class SlotTableReader:
         free = np.flatnonzero(owners[1:] == 0) + 1
         return applied, free[np.argsort(orders[free], kind="stable")]
 
+    def session_number(self, row: int) -> int:
+        """The number of the session that has this row, 0: none."""
+        return self.items[self.layout.session(row) + S_NUMBER]
+
     def holder_of(self, slot: int) -> int:
         """The number of the slot's holder, 0 while it is free."""
         return self.items[self.layout.field(OWNER) + slot] >> 8

@@ -84,7 +84,8 @@ def _cancel(pool: Pool, session: Session, number: int, request_id: object) -> No
         pool.skip(session, number)
         return
     session.answers.pop(request_id, None)
-    pool.waiting.remove(session, request_id)
+    if pool.waiting.remove(session, request_id):
+        pool.table.set_waiting(pool.waiting.slots)
     if session.accepting == request_id:
         session.accepting = 0
     granted = session.recovered.pop(request_id, None) if answer is None else answer.granted

@@ -35,6 +35,8 @@ class Registry:
         self._leases = leases
         self._by_lease = {session.lease.name: session for session in self.sessions.values()}
         self._next_number = max((1, *(pool.table.next_session for pool in self.pools.values())))
+        for pool in [p for p in self.pools.values() if p.ends_with_last_session and not p.sessions]:
+            self._remove(pool)  # taken over, and the last of its clients died while no allocator ran
         self._set_limit()
 
     def attach(self, request: AttachRequest, identity: bytes) -> tuple[Session, bool]:
@@ -62,10 +64,8 @@ class Registry:
         self._leases.forget(session.lease, dead=dead)
         _log.info("session %d (%s, pid %d) %s: %s", session.number, session.name, session.pid, how, _slots(freed))
         if pool.ends_with_last_session and not pool.sessions:
-            del self.pools[pool.name]
-            pool.table.remove()
+            self._remove(pool)
             self._set_limit()
-            _log.info("pool %s ended with its last session", pool.name)
         return freed
 
     def bury(self, lease_name: bytes, how: str) -> Pool | None:
@@ -150,6 +150,11 @@ class Registry:
         self._set_limit()
         _log.info("pool %s of %d slots made for %s", pool.name, pool.slots, request.name)
         return pool
+
+    def _remove(self, pool: Pool) -> None:
+        del self.pools[pool.name]
+        pool.table.remove()
+        _log.info("pool %s ended with its last session", pool.name)
 
     def _set_limit(self) -> None:
         self.max_body_bytes = protocol.max_body_bytes(max((p.slots for p in self.pools.values()), default=0))

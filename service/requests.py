@@ -41,6 +41,8 @@ class Requests:
         if oldest_open > session.oldest_open:
             session.close_requests_below(oldest_open)
         if op == protocol.PING:
+            if len(message) != 6:
+                raise ProtocolError("PING has 6 fields")
             return self._replies.gap(0, session.applied) if posted > session.applied else None
         if request_id < session.oldest_open or request_id in session.barred or not request_id:
             text = f"request {request_id} is not open: it was cancelled, or its reply was acknowledged"
@@ -113,7 +115,9 @@ class Requests:
         return self._replies.granted(request_id, granted)
 
     def _wait(self, pool: Pool, session: Session, request_id: int, count: int) -> Answer | None:
-        if count > session.limit:
+        if count > session.limit or session.held + count > session.limit < pool.slots:
+            # Not waited for: everybody else would wait behind it, until this client itself frees something.
+            # Without a limit of its own it waits: then there are not so many for anybody else either.
             return self._replies.granted(request_id, None)
         pool.waiting.add(Waiter(session, request_id, protocol.ALLOC, count))
         pool.table.set_waiting(pool.waiting.slots)

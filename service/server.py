@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import stat
@@ -50,8 +51,18 @@ RECEIVE_HIGH_WATER_MARK = 1000
 #: libzmq cuts off whoever sends more. The limit by the largest pool is checked per message.
 MAX_MESSAGE_BYTES = 2**30
 
+#: libzmq ends the process when it has no descriptor left to accept a connection with (4.3.5, ipc_listener.cpp). So
+#: nobody new is let in while fewer than these are free, or a quarter of the limit: a session needs four, and 100
+#: connections may wait in the listener's backlog.
+SPARE_DESCRIPTORS = 128
+#: How often they are counted, and with every new session.
+COUNT_DESCRIPTORS_S = 0.1
+
 #: SIGTERM: what is queued is answered for at most this long.
 DRAIN_S = 0.5
+
+# Where the allocator's socket is while nobody shall find it.
+_HIDDEN = ".allocator.sock.full"
 
 # How the watcher's thread reaches the loop: the same socket, so that the loop waits for one thing only.
 _CONTROL_ENDPOINT = "inproc://control"
@@ -72,6 +83,8 @@ def run_allocator(config: AllocatorConfig, announce: Callable[[dict[str, Any]], 
     wait_s = ORPHAN_WAIT_S if config.parent_pid is not None else 0.0
     ProcessLock(directory.allocator_lock, "allocator", wait_s=wait_s)
     directory.ready.unlink(missing_ok=True)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
     def header() -> dict[str, Any]:
         return {"uptime_s": round(time.monotonic() - started, 3)}
@@ -117,6 +130,9 @@ class Server:
         self.replies_dropped = 0
         self._parent_pid = parent_pid
         self._stopping = False
+        self._is_full = False
+        self._count_descriptors_at = 0.0
+        self._sessions = 0
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         router = self._socket
@@ -143,6 +159,7 @@ class Server:
 
     def bind(self, directory: RuntimeDir) -> None:
         """Take the directory's socket; a dead daemon's is replaced, anything else in its place refused."""
+        self._directory = directory
         path = directory.allocator_socket
         check_socket_path(path)
         remove_stale_socket(path)
@@ -160,6 +177,7 @@ class Server:
             for _ in range(MESSAGES_PER_LOOK):
                 if not self._serve_one():
                     break
+                self._look_at_descriptors()
             if self._parent_pid is not None and os.getppid() != self._parent_pid:
                 _log.warning("process %d, which started this allocator, is gone", self._parent_pid)
                 break
@@ -199,6 +217,30 @@ class Server:
         self._send_outbox()
         return True
 
+    def _look_at_descriptors(self) -> None:
+        """Let nobody new in while descriptors are scarce: those who are here need theirs.
+
+        The socket's file is moved out of the way meanwhile: to unbind would cut off who is connected.
+        """
+        now = time.monotonic()
+        sessions = len(self.dispatcher.registry.sessions)
+        if now < self._count_descriptors_at and sessions <= self._sessions:
+            return
+        self._count_descriptors_at = now + COUNT_DESCRIPTORS_S
+        self._sessions = sessions
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        spare = min(SPARE_DESCRIPTORS, most // 4)
+        free = most - _open_descriptors()
+        open_door, hidden = self._directory.allocator_socket, self._directory.path / _HIDDEN
+        if not self._is_full and free < spare:
+            _log.error("%d file descriptors are left: no new connections; raise the limit (ulimit -n)", free)
+            open_door.rename(hidden)
+            self._is_full = True
+        elif self._is_full and free >= spare + spare // 4:
+            _log.info("%d file descriptors are left: new connections again", free)
+            hidden.rename(open_door)
+            self._is_full = False
+
     def _lock_released(self, name: bytes, how: str) -> None:
         """What a death means: a client's slots come back, a keeper's pool is lost."""
         for pool in list(self.dispatcher.registry.pools.values()):
@@ -232,6 +274,10 @@ class Server:
                 raise
             # The client is gone, or does not read. Nothing is undone: it asks again, or its lease ends.
             self.replies_dropped += 1
+
+
+def _open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 def _peer_address(frame: zmq.Frame) -> str | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mambapool.pool import protocol
+from mambapool.pool.errors import MambaPoolError
 from mambapool.service.pools import Pool
 from mambapool.service.replies import Replies
-from mambapool.service.sessions import GUARANTEE_REQUEST, Session
+from mambapool.service.sessions import GUARANTEE_REQUEST, Answer, Session
 
 
 class Turns:
@@ -49,6 +50,9 @@ class Turns:
         if not request_id:
             return
         receiver.accepting = 0
-        answer = self._replies.granted(request_id, pool.accept(receiver, request_id), kept=True)
+        try:
+            answer = self._replies.granted(request_id, pool.accept(receiver, request_id), kept=True)
+        except MambaPoolError as error:  # beyond its limit: no fault of the giver's
+            answer = Answer(self._replies.refusal(request_id, error))
         receiver.answers[request_id] = answer
         self.outbox.append((receiver.identity, answer.body))

@@ -15,6 +15,7 @@ from fresh_pool import FreshPool, FreshPoolFactory, granted
 from mambapool.client import connect
 from mambapool.client.transport import Transport
 from mambapool.pool.errors import AllocatorUnavailable, ConfigError, UnknownPool, VersionMismatch
+from mambapool.pool.runtime_dir import RuntimeDir
 
 TIMEOUT_S = 0.3
 GRACE_S = 0.5
@@ -52,16 +53,14 @@ def test_without_a_daemon_it_names_every_place_that_it_looked_at(
 
 
 def test_a_daemon_that_left_its_ready_file_behind_is_not_waited_for_longer(tmp_path: Path) -> None:
-    directory = tmp_path / "run"
-    directory.mkdir(mode=0o700)
+    directory = RuntimeDir.for_server(tmp_path / "run").path
     (directory / "ready").write_text("{}")
     text = unavailable(lambda: connect(directory, timeout=TIMEOUT_S))
     assert str(directory) in text
 
 
 def test_waiting_for_a_daemon_and_for_its_answer_share_one_timeout(tmp_path: Path) -> None:
-    directory = tmp_path / "run"
-    directory.mkdir(mode=0o700)
+    directory = RuntimeDir.for_server(tmp_path / "run").path
     timer = threading.Timer(0.7, (directory / "ready").write_text, ("{}",))
     timer.start()
     began = time.monotonic()

@@ -15,7 +15,7 @@ from mambapool.pool.protocol import pack, unpack
 from mambapool.service.dispatcher import Dispatcher
 from mambapool.service.pools import Shard
 
-PARTS = ("session", "refusals", "notices", "status")
+PARTS = ("session", "turns", "refusals", "notices", "status", "lost")
 STATUSES = {protocol.OK, protocol.NONE, protocol.GAP, *protocol._ERROR_OF_STATUS}
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
 
@@ -53,11 +53,16 @@ def two_sessions(dispatcher: Dispatcher) -> Dispatcher:
     return dispatcher
 
 
-def test_a_session_from_hello_to_detach(dispatcher: Dispatcher) -> None:
-    for exchange in golden("session"):
+@pytest.mark.parametrize("part", ["session", "turns"])
+def test_messages_that_follow_each_other_from_hello_to_detach(dispatcher: Dispatcher, part: str) -> None:
+    exchanges = golden(part)
+    for exchange in exchanges:
         if exchange.lost != "request":
             reply = over(dispatcher, exchange.connection).send_body(exchange.request)
-            assert reply == exchange.reply, exchange.name
+            assert reply == (None if exchange.later else exchange.reply), exchange.name
+        for waited in [waited for waited in exchanges if waited.later == exchange.name]:
+            assert over(dispatcher, waited.connection).late_bodies() == [waited.reply]
+        assert dispatcher.outbox == [], exchange.name
     dispatcher.registry.check()
     assert not dispatcher.registry.sessions
 
@@ -66,6 +71,12 @@ def test_a_session_from_hello_to_detach(dispatcher: Dispatcher) -> None:
 def test_a_message_to_an_allocator_with_two_sessions(two_sessions: Dispatcher, exchange: Exchange) -> None:
     assert over(two_sessions, exchange.connection).send_body(exchange.request) == exchange.reply
     two_sessions.registry.check()
+
+
+@pytest.mark.parametrize("exchange", exchanges("lost"))
+def test_a_message_to_a_pool_whose_keeper_died(two_sessions: Dispatcher, exchange: Exchange) -> None:
+    two_sessions.registry.lose("default", "the keeper of pool default, rank 0 died (its process ended)")
+    assert over(two_sessions, exchange.connection).send_body(exchange.request) == exchange.reply
 
 
 @every_exchange

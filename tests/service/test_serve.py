@@ -14,17 +14,20 @@ import pytest
 from commands import Command, children_of, is_running, running
 from daemons import SMALL_STATE, Daemon, wait_until
 
+from mambapool.pool.errors import AllocatorUnavailable
+from mambapool.pool.runtime_dir import RuntimeDir
 from mambapool.pool.slot_table import MAGIC
 from mambapool.pool.version import VERSION
 from mambapool.service import serve as serve_module
+from mambapool.service.serve import MOST_SHORT_LIVES, SHORT_LIFE_S, Crashes
 
 DaemonFactory = Callable[..., Daemon]
 
 TWO_SHARDS = ("--slots", "8", "--state", SMALL_STATE[0], "--tp-size", "2")
 
-#: What is left when a daemon of two shards has ended.
-LOCKS = {"serve.lock", "allocator.lock", "keeper-default-0.lock", "keeper-default-1.lock"}
-SOCKETS = {"allocator.sock", "keeper-default-0.sock", "keeper-default-1.sock"}
+#: What is left when a daemon of two shards has ended: locks, and the folder of the clients' leases.
+LOCKS = {"serve.lock", "allocator.lock", "keeper-default-0.lock", "keeper-default-1.lock", "leases"}
+SOCKETS = {"allocator.sock", "lease.sock", "keeper-default-0.sock", "keeper-default-1.sock"}
 
 #: SIGTERM has to be obeyed within a second; the rest is for a machine that does something else too.
 END_S = 1.0 + 1.5
@@ -130,7 +133,7 @@ def test_what_killed_daemons_left_is_replaced_and_then_removed(
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not any(map(is_running, children)), "all are dead")
     daemon.process.wait()
-    left = {"ready", "allocator.sock", "old.table", "keeper-old-0.sock", "keeper-old-1.sock"}
+    left = {"ready", "allocator.sock", "lease.sock", "old.table", "keeper-old-0.sock", "keeper-old-1.sock"}
     assert left <= names(runtime_dir)
 
     again = daemon_factory(slots=8, states=SMALL_STATE[:1], options=options)
@@ -149,31 +152,76 @@ def test_tables_of_pools_that_are_not_served_any_more_are_removed_and_other_file
     (runtime_dir / "folder.table").mkdir()
     with running("serve", "--dir", runtime_dir, "--slots", "8") as command:
         assert command.end() == 0
-    assert names(runtime_dir) == {"serve.lock", "allocator.lock", "results.table", "empty.table", "folder.table"}
+    others = {"results.table", "empty.table", "folder.table"}
+    assert names(runtime_dir) == {"serve.lock", "allocator.lock", "leases", *others}
     assert serve_module._TABLE_MAGIC == MAGIC.to_bytes(8, "little")
 
 
-@pytest.mark.parametrize(
-    ("victim", "status", "said"),
-    [
-        ("allocator", 4, "mambapool: the allocator was killed by SIGKILL\n"),
-        ("keeper", 1, "mambapool: the keeper of pool default rank 1 was killed by SIGKILL: its states are gone\n"),
-    ],
-)
-def test_serve_ends_with_its_children_when_one_of_them_dies(
-    runtime_dir: Path, victim: str, status: int, said: str
-) -> None:
+def test_serve_ends_with_its_children_when_a_keeper_dies(runtime_dir: Path) -> None:
     with running("serve", "--dir", runtime_dir, *TWO_SHARDS) as command:
         children = children_of(command.pid)
-        lock = {"allocator": "allocator.lock", "keeper": "keeper-default-1.lock"}[victim]
-        pid = int((runtime_dir / lock).read_text())
+        pid = int((runtime_dir / "keeper-default-1.lock").read_text())
         assert pid in children
         os.kill(pid, signal.SIGKILL)
-        assert command.wait() == status
+        assert command.wait() == 1
+        said = "mambapool: the keeper of pool default rank 1 was killed by SIGKILL: its states are gone\n"
         assert command.stderr.endswith(said)
         assert "Traceback" not in command.stderr
     assert not any(is_running(pid) for pid in children)
     assert names(runtime_dir) == LOCKS
+
+
+def test_an_allocator_that_was_killed_is_brought_back_and_its_keepers_stay(
+    daemon_factory: DaemonFactory, runtime_dir: Path
+) -> None:
+    daemon = daemon_factory(slots=8, states=SMALL_STATE[:1], options=("--tp-size", "2"))
+    children = children_of(daemon.process.pid)
+    killed, epoch = daemon.allocator_pid, daemon.status()["epoch"]
+    os.kill(killed, signal.SIGKILL)
+    wait_until(lambda: ready_pid(runtime_dir) not in (None, killed), "another one is ready")
+    assert daemon.status()["epoch"] == epoch + 1
+    keepers = set(children) - {killed}
+    assert set(children_of(daemon.process.pid)) == {*keepers, daemon.allocator_pid}
+    assert "the allocator was killed by SIGKILL; it is brought back in 0.0 s" in daemon.log
+    assert daemon.process.poll() is None
+    assert daemon.stop() == 0
+    assert names(runtime_dir) == LOCKS
+
+
+def ready_pid(directory: Path) -> int | None:
+    """The allocator that says it is ready, if any does."""
+    ready = RuntimeDir(directory).read_ready()
+    return ready["pid"] if ready else None
+
+
+def test_an_allocator_that_never_lives_for_long_is_given_up(runtime_dir: Path) -> None:
+    """Something is in its way, which was not there when the first one started."""
+    with running("serve", "--dir", runtime_dir, *TWO_SHARDS) as command:
+        children = children_of(command.pid)
+        (runtime_dir / "lease.sock").unlink()
+        (runtime_dir / "lease.sock").mkdir()
+        os.kill(int((runtime_dir / "allocator.lock").read_text()), signal.SIGKILL)
+        assert command.wait(60) == 1
+        assert "lease.sock" in command.stderr.splitlines()[-1]
+        assert "Traceback" not in command.stderr
+    assert not any(is_running(pid) for pid in children)
+    assert names(runtime_dir) == {*LOCKS, "lease.sock"}
+
+
+def test_crashes_in_a_row_are_waited_for_ever_longer_and_then_given_up() -> None:
+    crashes = Crashes()
+    waits = [crashes.another(0.9, "exited with status 1") for _ in range(MOST_SHORT_LIVES - 1)]
+    assert waits == [0.0, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
+    expected = r"the allocator exited with status 1, 8 times in a row within 1 s of its start: .*see its log above"
+    with pytest.raises(AllocatorUnavailable, match=expected):
+        crashes.another(0.9, "exited with status 1")
+
+
+def test_an_allocator_that_lived_for_a_while_is_brought_back_at_once_however_often() -> None:
+    crashes = Crashes()
+    for _ in range(3 * MOST_SHORT_LIVES):
+        assert crashes.another(0.5, "was killed by SIGKILL") == 0.0
+        assert crashes.another(SHORT_LIFE_S, "was killed by SIGKILL") == 0.0
 
 
 def test_serve_without_slots_has_no_pool_until_a_client_makes_one(daemon_factory: DaemonFactory) -> None:

@@ -336,10 +336,12 @@ class Exchange:
     """One message to the allocator and what comes back, from ``messages.json``; see ``docs/protocol.md``."""
 
     name: str
-    #: Which connection it comes over: 1, or 2 after the first was lost.
+    #: Which connection it comes over: each session's own, and another one after that was lost.
     connection: int
     #: ``"request"`` never reaches the allocator, ``"reply"`` never the client.
     lost: str | None
+    #: The exchange with which the reply comes, if it was waited for.
+    later: str | None
     request: bytes
     reply: bytes | None
     #: The decoded fields of both.
@@ -348,7 +350,7 @@ class Exchange:
 
 
 def golden(part: str) -> list[Exchange]:
-    """The exchanges of one part: ``session`` (which follow each other), ``refusals``, ``notices``, ``status``."""
+    """The exchanges of one part. Those of ``session`` and ``turns`` follow each other."""
 
     def read(exchange: dict[str, Any]) -> Exchange:
         request, reply = exchange["request"], exchange["reply"] or {"hex": None, "fields": []}
@@ -356,6 +358,7 @@ def golden(part: str) -> list[Exchange]:
             exchange["name"],
             exchange["connection"],
             exchange["lost"],
+            exchange["later"],
             bytes.fromhex(request["hex"]),
             bytes.fromhex(reply["hex"]) if reply["hex"] else None,
             _from_json(request["fields"]),

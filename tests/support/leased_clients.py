@@ -228,7 +228,8 @@ def all_free(pool: FreshPool, within: float = RECLAIM_S) -> float:
 
 def knows(pool: FreshPool, holder: Worker | RemoteClient) -> bool:
     """Whether the allocator still has that session."""
-    return any(entry["session"] == holder.session for entry in pool.status()["holders"])
+    session = holder.session  # first: a remote one may have to be waited for
+    return any(entry["session"] == session for entry in pool.status()["holders"])
 
 
 def log_lines(daemon: Daemon, text: str) -> list[str]:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 from commands import children_of
+from processes import Child
 
 from mambapool.client.lease import Lease
 from mambapool.pool import protocol
@@ -120,11 +121,18 @@ class RawSession:
         self._connect()
         request, last = self._request, self._last
         greeting = self.hello()
-        self._request, self._last = request, last
+        if last[0] != protocol.HELLO:
+            self._last = last
+            self._request = request
         if greeting is not None and greeting[0] == protocol.OK:
             for number in range(greeting[1]["applied"] + 1, self.posted + 1):
                 self._send_posted(number)
         return greeting
+
+    def flush(self) -> None:
+        """Hand everything to the kernel, which delivers it whatever becomes of this process; sends no more."""
+        self._socket.close(linger=int(WAIT_S * 1000))
+        self._context.term()
 
     def send_body(self, hexadecimal: str) -> None:
         """Bytes as they are."""
@@ -190,6 +198,40 @@ class Progress:
     def epoch_and_time_ns(self, place: int) -> tuple[int, int]:
         _, epoch, when = self._words[place].tolist()
         return epoch, when
+
+
+class RemoteSession:
+    """A :class:`RawSession` in a process of its own, which several of them may share."""
+
+    def __init__(self, child: Child, key: str, *arguments: Plain, **options: Plain) -> None:
+        self._child = child
+        self._key = key
+        self._do("RawSession", arguments, options)
+
+    def do(self, call: str, *arguments: Plain) -> Plain:
+        """Call a method there; what it returns."""
+        return self._do(call, arguments, {})
+
+    def _do(self, call: str, arguments: tuple[Plain, ...], options: dict[str, Plain]) -> Plain:
+        asked = {"session": self._key, "call": call, "arguments": arguments, "options": options}
+        self._child.say(json.dumps(asked))
+        return json.loads(self._child.hear())
+
+
+def holders(table: st.SlotTableReader) -> list[int]:
+    """The session that holds each slot, 0 where it is free; index 0 is the reserved row."""
+    at = table.layout.field(st.OWNER)
+    listed: list[int] = (table.words[at : at + table.layout.slots + 1] >> np.uint64(8)).tolist()
+    return listed
+
+
+def applied(table: st.SlotTableReader, session: int) -> int:
+    """Number of the last posted message of a session that was applied; -1: there is no such session."""
+    for row in range(table.layout.max_sessions):
+        at = table.layout.session(row)
+        if table.items[at + st.S_NUMBER] == session:
+            return table.items[at + st.S_APPLIED]
+    return -1
 
 
 def audit(table: st.SlotTableReader) -> bool:

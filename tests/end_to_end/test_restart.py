@@ -1,0 +1,336 @@
+"""An allocator that is killed comes back, and its clients go on: nothing lost, nothing twice, no call wrong."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from commands import Command, running
+from daemons import SMALL_STATE, Daemon, wait_until
+from fresh_pool import FreshPool, FreshPoolFactory, drain, ids
+from leased_clients import RemoteClient, all_free, log_lines, outage, restart, successor_of
+from processes import Children
+
+from mambapool.client import connect
+from mambapool.client.transport import ask_status
+from mambapool.pool.errors import AllocatorUnavailable, UnknownPool
+from mambapool.pool.exits import EXIT_FAILED
+from mambapool.pool.runtime_dir import RuntimeDir
+from mambapool.service.serve import MOST_SHORT_LIVES, Crashes
+
+DaemonFactory = Callable[..., Daemon]
+
+
+@pytest.fixture
+def pool(new_pool: FreshPoolFactory) -> FreshPool:
+    return new_pool(16)
+
+
+def test_keepers_and_states_are_untouched_and_clients_go_on(daemon_factory: DaemonFactory) -> None:
+    daemon = daemon_factory(slots=8, states=SMALL_STATE)
+    worker, other = daemon.connect(), daemon.connect()
+    slots = worker.allocator.alloc(3)
+    assert slots is not None
+    worker.states["temporal"][:, slots] = 5
+    before, ready = daemon.status(), daemon.directory.read_ready()
+    keepers = [line for line in log_lines(daemon, "keeping pool")]
+    restart(daemon)
+    assert ids(worker.allocator.alloc(1)) == [4]
+    assert other.states["temporal"][:, slots].unique().tolist() == [5]
+    other.states["temporal"][:, slots] = 6
+    assert worker.states["temporal"][:, slots].unique().tolist() == [6]
+    after = daemon.status()
+    assert after["epoch"] == before["epoch"] + 1
+    assert daemon.directory.read_ready() == {**(ready or {}), "pid": after["pid"], "epoch": after["epoch"]}
+    assert log_lines(daemon, "keeping pool") == keepers, "no keeper was started again"
+    sessions = [holder["session"] for holder in after["pools"][0]["holders"]]
+    assert sessions == [worker.session, other.session]
+    assert log_lines(daemon, "the allocator was killed by SIGKILL; it is brought back")
+    # Who comes new finds the same memory.
+    assert daemon.connect().states["temporal"][:, slots].unique().tolist() == [6]
+
+
+FIRST_CALLS: dict[str, Callable[[FreshPool, RemoteClient], None]] = {
+    "alloc": lambda pool, remote: _equal(remote.ask("allocator.alloc(1)"), [9]),
+    "alloc of several": lambda pool, remote: _equal(remote.ask("allocator.alloc(3)"), [9, 10, 11]),
+    "alloc that waits": lambda pool, remote: _equal(remote.ask("allocator.alloc(2, timeout=20.0)"), [9, 10]),
+    "alloc in the open window": lambda pool, remote: _equal(remote.ask("allocator.alloc(1)"), [5]),
+    "the end of the open window": lambda pool, remote: _equal(remote.ask("allocator.alloc_group_end()"), None),
+    "begin": lambda pool, remote: _equal(remote.ask("allocator.alloc_group_begin(2)"), None),
+    "free": lambda pool, remote: _equal(remote.ask("allocator.free([1, 2])"), None),
+    "clear": lambda pool, remote: _equal(remote.ask("allocator.clear()"), None),
+    "available_size": lambda pool, remote: _equal(remote.ask("allocator.available_size()"), 8),
+    "free_slots": lambda pool, remote: _equal(remote.ask("allocator.free_slots"), list(range(9, 17))),
+    "transfer": lambda pool, remote: _transfer(pool, remote),
+    "accept": lambda pool, remote: _equal(remote.ask("worker.accept(timeout=0.1)"), None),
+    "close": lambda pool, remote: _equal(remote.ask("worker.close()"), None),
+}
+
+
+def _equal(found: object, expected: object) -> None:
+    assert found == expected
+
+
+def _transfer(pool: FreshPool, remote: RemoteClient) -> None:
+    assert remote.ask(f"worker.transfer(torch.tensor([1, 2]), to={pool.owner.session})") is None
+    accepted = pool.owner.accept(timeout=10.0)
+    assert ids(accepted) == [1, 2]
+    pool.owner.allocator.free(accepted)  # type: ignore[arg-type]
+
+
+def test_every_call_works_as_the_first_one_after_a_restart(new_pool: FreshPoolFactory, children: Children) -> None:
+    """A client and a pool for each kind of call, all over one restart; each holds 1 to 4, and a window of 5 to 8."""
+    clients = []
+    for call in FIRST_CALLS:
+        pool = new_pool(16)
+        remote = RemoteClient(children, pool, timeout=20.0)
+        assert remote.ask("allocator.alloc(4)") == [1, 2, 3, 4]
+        if call in ("alloc in the open window", "the end of the open window", "begin"):
+            remote.ask("allocator.alloc_group_begin(4)")
+        else:
+            assert remote.ask("allocator.alloc(4)") == [5, 6, 7, 8]
+        clients.append((call, pool, remote))
+    restart(clients[0][1].daemon)
+    for call, pool, remote in clients:
+        FIRST_CALLS[call](pool, remote)
+        # And what it holds is whole afterwards: all of it can be freed.
+        if call != "close":
+            remote.ask("allocator.alloc_group_end()")
+            remote.ask("allocator.clear()")
+        all_free(pool, within=5.0)
+        assert sorted(drain(pool.owner.allocator)) == list(range(1, 17)), call
+
+
+@pytest.mark.parametrize("order", itertools.permutations(("read", "alloc", "free")))
+def test_ids_are_kept_whatever_is_called_first(order: tuple[str, ...], restarted: list[FreshPool]) -> None:
+    pool = restarted.pop()
+    worker = pool.workers[1]
+    if len(restarted) % 2:
+        assert pool.owner.allocator.alloc(8) is None, "three of eight are held"
+    expected = {"held": 3}
+    for call in order:
+        if call == "read":
+            # Those that were freed count already.
+            assert worker.allocator.available_size() == 8 - expected["held"]
+        elif call == "alloc":
+            assert ids(worker.allocator.alloc(1)) == [4]
+            expected["held"] += 1
+        else:
+            worker.allocator.free(torch.tensor([1, 2, 3]))
+            expected["held"] -= 3
+    wait_until(lambda: pool.held_by(worker) == {4}, "the frees are applied")
+
+
+@pytest.fixture(scope="module")
+def restarted(lasting_daemon: Daemon) -> list[FreshPool]:
+    """Pools of eight slots over one restart; in each the second session holds 1, 2 and 3."""
+    pools = [FreshPool(lasting_daemon, 8) for _ in range(6)]
+    for pool in pools:
+        assert ids(pool.allocator().alloc(3)) == [1, 2, 3]
+    restart(lasting_daemon)
+    return pools
+
+
+def test_frees_posted_during_the_outage_are_applied_once(pool: FreshPool) -> None:
+    worker, other = pool.connect(), pool.connect()
+    allocator = worker.allocator
+    assert len(ids(allocator.alloc(12))) == 12
+    with outage(pool.daemon):
+        for slot in (7, 3, 11):
+            allocator.free(torch.tensor([slot]))
+        assert allocator.available_size() == 7, "its own frees are there for it at once"
+        assert other.allocator.available_size() == 4
+    wait_until(lambda: pool.available == 7, "the background thread sends them, without a call")
+    assert pool.owner.allocator.free_slots.tolist() == [13, 14, 15, 16, 7, 3, 11]
+    assert pool.held_by(worker) == {1, 2, 4, 5, 6, 8, 9, 10, 12}
+    # Again: nothing of it is applied to their next holder.
+    assert len(ids(other.allocator.alloc(7))) == 7
+    restart(pool.daemon)
+    assert allocator.available_size() == 0
+    assert len(pool.held_by(other)) == 7
+
+
+def test_a_window_over_the_restart_ends_in_its_order(pool: FreshPool) -> None:
+    worker = pool.connect()
+    allocator = worker.allocator
+    allocator.alloc_group_begin(6)
+    assert ids(allocator.alloc(1)) == [1]
+    with outage(pool.daemon):
+        assert [ids(allocator.alloc(1)) for _ in range(2)] == [[2], [3]]
+        allocator.free(torch.tensor([2]))
+        allocator.alloc_group_end()
+        assert allocator.available_size() == 14
+    wait_until(lambda: pool.available == 14, "the end of the window is applied")
+    assert pool.owner.allocator.free_slots.tolist() == [*range(7, 17), 2, 4, 5, 6]
+    assert pool.status()["windows"] == 0
+
+
+def test_an_alloc_in_the_outage_waits_and_is_answered(pool: FreshPool) -> None:
+    worker = pool.connect(timeout=30.0)
+    got: list[object] = []
+    calls = [lambda: worker.allocator.alloc(2), lambda: worker.allocator.alloc(3, timeout=30.0)]
+    threads = [threading.Thread(target=lambda call=call: got.append(call())) for call in calls]
+    with outage(pool.daemon):
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: worker._transport._waiting, "one waits for its turn")
+        assert not got
+    for thread in threads:
+        thread.join()
+    assert sorted(slot for slots in got for slot in ids(slots)) == [1, 2, 3, 4, 5]
+    assert len(pool.held_by(worker)) == 5
+
+
+@pytest.mark.parametrize("call", ["alloc", "alloc_group_begin"])
+def test_an_alloc_in_the_outage_waits_for_its_timeout_only(pool: FreshPool, call: str) -> None:
+    worker = pool.connect(timeout=0.3)
+    with outage(pool.daemon):
+        began = time.monotonic()
+        with pytest.raises(AllocatorUnavailable, match=rf"{pool.daemon.dir}.*0\.3 s"):
+            getattr(worker.allocator, call)(2)
+        assert 0.3 <= time.monotonic() - began < 0.8
+    # What it was granted after all, if so, is given back.
+    wait_until(lambda: pool.available == 16, "nothing is held")
+    worker._transport.timeout = 20.0
+    assert len(ids(worker.allocator.alloc(16))) == 16
+
+
+def test_an_alloc_with_a_timeout_that_nobody_answers_is_no_exhaustion(pool: FreshPool) -> None:
+    worker = pool.connect(timeout=0.2)
+    with outage(pool.daemon), pytest.raises(AllocatorUnavailable):
+        worker.allocator.alloc(2, timeout=0.2)
+    wait_until(lambda: pool.available == 16, "nothing is held")
+
+
+def test_waiting_allocs_keep_waiting_over_a_restart(pool: FreshPool) -> None:
+    holder, waiting = pool.allocator(), pool.connect()
+    assert len(ids(holder.alloc(16))) == 16
+    got: list[object] = []
+    thread = threading.Thread(target=lambda: got.append(waiting.allocator.alloc(4, timeout=30.0)))
+    thread.start()
+    wait_until(lambda: pool.status()["waiting"] == 4, "it waits")
+    restart(pool.daemon)
+    wait_until(lambda: pool.status()["waiting"] == 4, "it waits at the next allocator")
+    assert pool.available == 0
+    holder.free(torch.tensor([4, 3, 2, 1]))
+    thread.join()
+    assert ids(got[0]) == [4, 3, 2, 1]
+
+
+def test_a_client_that_dies_in_the_outage_is_reclaimed_at_recovery(pool: FreshPool, children: Children) -> None:
+    remote = RemoteClient(children, pool)
+    assert remote.ask("allocator.alloc(5)") == [1, 2, 3, 4, 5]
+    remote.ask("allocator.alloc_group_begin(3)")
+    with outage(pool.daemon):
+        remote.kill()
+        remote.child.wait()
+    assert pool.available == 16
+    (line,) = log_lines(pool.daemon, f"{remote.log_line} died")
+    assert "died while no allocator ran" in line
+    assert "8 slots freed" in line
+
+
+def test_a_pool_of_clients_lives_on_as_long_as_one_of_them(new_pool: FreshPoolFactory, children: Children) -> None:
+    pool = new_pool(16)
+    doomed = f"{pool.name}-doomed"
+    remote = children.start(MAKES_A_POOL, pool.daemon.dir, doomed)
+    assert remote.hear() == "[1, 2]"
+    table = pool.daemon.directory.slot_table(doomed)
+    assert table.exists()
+    slots = pool.owner.allocator.alloc(2)
+    assert slots is not None
+    with outage(pool.daemon):
+        os.kill(remote.pid, signal.SIGKILL)
+        remote.wait()
+    assert {found["name"] for found in pool.daemon.status()["pools"]} >= {pool.name}
+    assert doomed not in {found["name"] for found in pool.daemon.status()["pools"]}
+    assert not table.exists()
+    with pytest.raises(UnknownPool):
+        connect(pool.daemon.dir, pool=doomed)
+    pool.owner.allocator.free(slots)
+    assert len(drain(pool.owner.allocator)) == 16
+
+
+MAKES_A_POOL = """
+    import signal, sys
+    from mambapool.client import connect
+
+    worker = connect(sys.argv[1], pool=sys.argv[2], create_slots=4)
+    print(worker.allocator.alloc(2).tolist(), flush=True)
+    signal.pause()
+"""
+
+
+def test_a_session_number_is_never_used_twice(pool: FreshPool) -> None:
+    first = pool.connect()
+    first.close()
+    restart(pool.daemon)
+    assert pool.connect().session > first.session
+
+
+def test_serve_gives_up_loudly_when_the_allocator_cannot_start_again(daemon_factory: DaemonFactory) -> None:
+    daemon = daemon_factory(slots=8)
+    worker = daemon.connect(timeout=0.5)
+    pid = daemon.allocator_pid
+    os.kill(daemon.process.pid, signal.SIGSTOP)
+    os.kill(pid, signal.SIGKILL)
+    socket = daemon.directory.allocator_socket
+    socket.unlink()
+    socket.mkdir()
+    os.kill(daemon.process.pid, signal.SIGCONT)
+    assert daemon.process.wait(20.0) == EXIT_FAILED
+    assert "the allocator was killed by SIGKILL" in daemon.log
+    assert f"{socket} is in the way" in daemon.log
+    with pytest.raises(AllocatorUnavailable):
+        worker.allocator.alloc(1)
+
+
+def test_serve_waits_longer_each_time_and_gives_up_after_enough_crashes() -> None:
+    crashes = Crashes()
+    pauses = [crashes.another(0.1, "was killed by SIGSEGV") for _ in range(MOST_SHORT_LIVES - 1)]
+    assert pauses == sorted(pauses)
+    assert pauses[0] == 0.0, "the first time at once"
+    assert 0.0 < pauses[2] < pauses[-1] <= 2.0
+    with pytest.raises(AllocatorUnavailable, match=f"SIGSEGV, {MOST_SHORT_LIVES} times in a row"):
+        crashes.another(0.1, "was killed by SIGSEGV")
+    crashes = Crashes()
+    for _ in range(3 * MOST_SHORT_LIVES):
+        crashes.another(0.1, "was killed")
+        assert crashes.another(60.0, "was killed") == 0.0, "one that has worked for a while starts the count anew"
+
+
+def test_an_allocator_alone_is_taken_over_with_its_sessions_and_living_keepers(tmp_path_factory: object) -> None:
+    import tempfile
+    from pathlib import Path
+
+    place = Path(tempfile.mkdtemp(prefix="mambapool-")) / "run"
+    states = [word for state in SMALL_STATE for word in ("--state", state)]
+    with running("keeper", "--dir", place, "--slots", "8", *states):
+        with Command("allocator", "--dir", place) as first:
+            first.ready_line()
+            worker = connect(place, timeout=30.0)
+            with worker:
+                slots = worker.allocator.alloc(3)
+                assert slots is not None
+                worker.states["temporal"][:, slots] = 5
+                worker.allocator.alloc_group_begin(2)
+                assert first.end() == 0
+                assert not RuntimeDir(place).ready.exists()
+                with running("allocator", "--dir", place) as second:
+                    assert ids(worker.allocator.alloc(1)) == [4]
+                    worker.allocator.alloc_group_end()
+                    status = ask_status(RuntimeDir(place), 10.0)
+                    assert status["pid"] == second.pid
+                    (found,) = status["pools"]
+                    assert (found["backend"], found["slots"], found["held"]) == ("shm", 8, 4)
+                    assert [holder["session"] for holder in found["holders"]] == [worker.session]
+                    with connect(place) as other:
+                        assert other.states["temporal"][:, slots].unique().tolist() == [5]
+                        assert ids(other.allocator.alloc(4)) == [6, 7, 8, 5]
+                    worker.close()
