@@ -150,7 +150,7 @@ def test_tables_of_pools_that_are_not_served_any_more_are_removed_and_other_file
     with running("serve", "--dir", runtime_dir, "--slots", "8") as command:
         assert command.end() == 0
     assert names(runtime_dir) == {"serve.lock", "allocator.lock", "results.table", "empty.table", "folder.table"}
-    assert serve_module._TABLE_MAGIC == MAGIC.to_bytes(8, "little")
+    assert MAGIC.to_bytes(8, "little") == serve_module._TABLE_MAGIC
 
 
 @pytest.mark.parametrize(
