@@ -46,6 +46,8 @@ _TICK_WAITS_S = 0.5
 
 _NOBLOCK = int(zmq.NOBLOCK)
 
+_SESSION_KEYS = {"session", "row", "applied", "slots", "limit", "guarantee", "uuid", "table", "shards"}
+
 _contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}
 _context_lock = threading.Lock()
 
@@ -142,8 +144,12 @@ class Transport:
         takes back what it was granted, so that it is asked for again before it is given up.
         """
         deadline = time.monotonic() + wait
+        if kept and self._unresolved:
+            reply = self._resolve(self._unresolved, op)
+            if reply is not None:
+                return _checked(reply)
         with self._turn():
-            request_id = self._unresolved if kept and self._unresolved else self._new_request()
+            request_id = self._new_request()
             self._waiting[request_id] = None
         reply = None
         try:
@@ -152,22 +158,37 @@ class Transport:
             with self._lock:
                 reply = self._waiting.pop(request_id)
                 if reply is None:
-                    self.posted.append(protocol.CANCEL, request_id, 0)
+                    cancel = self.posted.append(protocol.CANCEL, request_id, 0)
             self.flush()
-        if kept and (reply is None or reply[2] == protocol.NOT_OPEN):
-            reply = self._resolve(request_id, op, arguments)
+        if reply is None:
+            if kept:
+                reply = self._resolve(request_id, op)
+            else:
+                self._until_applied(cancel.number)
         return None if reply is None else _checked(reply)
 
-    def _resolve(self, request_id: int, op: int, arguments: tuple[Any, ...]) -> list[Any] | None:
-        """What became of a kept request that was cancelled: its grant, if it came first, or None."""
+    def _resolve(self, request_id: int, op: int) -> list[Any] | None:
+        """What became of a kept request that was given up: its grant, if it came first, or None.
+
+        Asked for without waiting: an allocator that was restarted may not know that it was cancelled.
+        """
         with self._turn():
             # Open until it is known: nothing that is sent meanwhile says that its reply has arrived.
             self._waiting[request_id] = None
             self._unresolved = request_id
-            reply = self._exchange(request_id, op, arguments, None, self._deadline())
+            reply = self._exchange(request_id, op, (False,), None, self._deadline())
             del self._waiting[request_id]
             self._unresolved = 0
-        return None if reply[2] == protocol.NOT_OPEN else reply
+        return None if reply[2] in (protocol.NOT_OPEN, protocol.NONE) else reply
+
+    def _until_applied(self, number: int) -> None:
+        """None is an answer only of an allocator that answers: wait until it has that posted message."""
+        deadline = self._deadline()
+        while self.table.applied_and_free(self.session["row"])[0] < number:
+            if self._ended or time.monotonic() > deadline:
+                raise self._unavailable(self._ended or f"no answer within {self.timeout:g} s")
+            time.sleep(_TURN_LOOK_S / 10)
+            self.flush()
 
     def post(self, op: int, argument: int | bytes | None, slots: int) -> None:
         """Queue a posted message and send it, unless another thread has the socket, which then does."""
@@ -195,15 +216,14 @@ class Transport:
             self.posted.forget_applied(applied)
             if not self.posted:
                 return free
-            if time.monotonic() > deadline:
-                raise self._unavailable(f"posted messages were not applied within {self.timeout:g} s")
+            if self._ended or time.monotonic() > deadline:
+                reason = f"posted messages were not applied within {self.timeout:g} s"
+                raise self._unavailable(self._ended or reason)
             time.sleep(0.0002)
 
     def tick(self) -> None:
         """For the background thread: see what came, say that we live, find the allocator after a restart."""
-        if self.on_end is not None and (reason := self._end()) is not None:
-            on_end, self.on_end = self.on_end, None
-            on_end(reason)
+        self._tell_end()
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -219,6 +239,11 @@ class Transport:
         finally:
             self._lock.release()
             self.flush()
+
+    def _tell_end(self) -> None:
+        if self.on_end is not None and (reason := self._end()) is not None:
+            on_end, self.on_end = self.on_end, None
+            on_end(reason)
 
     def _end(self) -> MambaPoolError | None:
         """Why no call shall hand out a slot any more, one without a message either."""
@@ -392,11 +417,14 @@ class Transport:
             return None
         if status == protocol.WRONG_EPOCH and epoch == self.epoch:
             return None  # about something that was sent before the last HELLO
+        if status == protocol.GAP and not (payload and type(payload[0]) is int):
+            self.refusals.append(ProtocolError("the allocator sent a GAP without a number"))
+            return None
         if known:
             if known in self._waiting:
                 self._waiting[known] = message
             return message if known == request_id else None
-        if status == protocol.GAP and payload and type(payload[0]) is int:
+        if status == protocol.GAP:
             self.posted.rewind(payload[0])
         elif status in (protocol.UNKNOWN_SESSION, protocol.WRONG_EPOCH):
             self._attached = False
@@ -428,6 +456,7 @@ class Transport:
             error = protocol.error_from(reply[2:])
             if more and reply[2] == protocol.REFUSED:
                 self._ended = str(error)
+                self._tell_end()
             raise error
         self.epoch = reply[1]
         session: dict[str, Any] = reply[3]
@@ -446,6 +475,14 @@ class Transport:
         return AllocatorUnavailable(f"the allocator of {self.directory.path} is not available: {reason}")
 
 
+def _session_map(reply: list[Any]) -> dict[str, Any]:
+    """What HELLO was answered with; an allocator that leaves something out is none that we can talk to."""
+    session = reply[3] if len(reply) > 3 else None
+    if not isinstance(session, dict) or not session.keys() >= _SESSION_KEYS:
+        raise ProtocolError("the allocator answered HELLO with something else than a session")
+    return session
+
+
 def _checked(reply: list[Any]) -> list[Any]:
     if reply[2] > protocol.NONE:
         raise protocol.error_from(reply[2:])
@@ -460,7 +497,8 @@ def ask_status(directory: RuntimeDir, timeout: float) -> dict[str, Any]:
 def evict(directory: RuntimeDir, timeout: float, session: int, *, force: bool) -> dict[str, Any]:
     """End another process's session: ``{"slots": how many came free, "alive": whether it lives}``.
 
-    Refused for a living one unless ``force``. Raises :class:`AllocatorUnavailable`.
+    Refused for a living one unless ``force``: :class:`MambaPoolError`. Raises :class:`AllocatorUnavailable` when
+    nobody answers.
     """
     return _ask(directory, timeout, protocol.EVICT, session, force)
 
@@ -470,17 +508,18 @@ def _ask(directory: RuntimeDir, timeout: float, op: int, *arguments: Any) -> dic
     dealer.rcvtimeo = int(timeout * 1000)
     try:
         dealer.send(protocol.pack((op, 0, 1, 0, 0, 0, *arguments)))
-        reply = protocol.unpack(dealer.recv(), protocol.MAX_OVERHEAD_BYTES)
+        reply = protocol.unpack(dealer.recv(), protocol.MAX_OVERHEAD_BYTES, protocol.MAX_STATUS_ITEMS)
     except zmq.Again:
         raise AllocatorUnavailable(
             f"the allocator of {directory.path} did not answer within {timeout:g} s: is it running?"
         ) from None
     finally:
         dealer.close(linger=0)
-    if reply[2] != protocol.OK:
+    if reply[2] == protocol.REFUSED:
+        raise MambaPoolError(reply[3])  # it is available, and says no
+    if len(reply) < 4 or reply[2] != protocol.OK or not isinstance(reply[3], dict):
         raise protocol.error_from(reply[2:])
-    found: dict[str, Any] = reply[3]
-    return found
+    return reply[3]
 
 
 def _new_socket(directory: RuntimeDir) -> zmq.Socket[bytes]:

@@ -121,6 +121,9 @@ MAX_OVERHEAD_BYTES: Final = 64 * 1024
 _MAX_ITEMS: Final = 1024
 _MAX_TEXT_BYTES: Final = 16 * 1024
 
+#: STATUS lists every session of every pool.
+MAX_STATUS_ITEMS: Final = 1 << 20
+
 Ids = npt.NDArray[np.int32]
 
 
@@ -143,14 +146,14 @@ def pack(message: Sequence[Any]) -> bytes:
     return packer()(message)
 
 
-def unpack(body: bytes, max_bin_bytes: int) -> list[Any]:
+def unpack(body: bytes, max_bin_bytes: int, max_items: int = _MAX_ITEMS) -> list[Any]:
     """The array in ``body``; anything else, and anything over the limits, is a :class:`ProtocolError`."""
     try:
         message = msgpack.unpackb(
             body,
             max_str_len=_MAX_TEXT_BYTES,
             max_bin_len=max_bin_bytes,
-            max_array_len=_MAX_ITEMS,
+            max_array_len=max_items,
             max_map_len=_MAX_ITEMS,
             max_ext_len=0,
         )
@@ -194,10 +197,12 @@ def error_payload(error: errors.MambaPoolError) -> list[Any]:
 
 
 def error_from(payload: Sequence[Any]) -> errors.MambaPoolError:
-    """The exception that ``[status, …]`` of a reply stands for."""
-    kind = _ERROR_OF_STATUS.get(payload[0]) if payload else None
+    """The exception that ``[status, …]`` of a reply stands for; never raises on a malformed one."""
+    status = payload[0] if payload else None
+    kind = _ERROR_OF_STATUS.get(status) if type(status) is int else None
     if kind is None or not isinstance(payload[-1], str):
-        return ProtocolError(f"the allocator answered something unknown: {list(payload)!r}"[:300])
+        shown = status if type(status) is int else type(status).__name__
+        return ProtocolError(f"the allocator answered something unknown: status {shown}, {len(payload)} fields")
     text = payload[-1]
     if not issubclass(kind, errors.InvalidSlots):
         return kind(text)

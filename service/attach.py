@@ -18,6 +18,8 @@ MAX_CREATED_SLOTS = 2**20
 LEASE_BYTES = 16
 MAX_NAME_BYTES = 128
 
+_EXPECT_SHAPE = "HELLO: expect must be a list of [name, dtype, [layers, size, …]]"
+
 #: Says who sent a message: "localhost:uid:gid:pid" on ipc (zmq_msg_gets(3), "Peer-Address", of a peer
 #: whose credentials the kernel gave); asked for only where it matters.
 PeerAddress = Callable[[], str | None]
@@ -130,7 +132,8 @@ def _text(value: dict[Any, Any], key: str) -> str:
 def _number(value: dict[Any, Any], key: str, low: int, high: int) -> int:
     number = value.get(key)
     if type(number) is not int or not low <= number <= high:
-        raise ProtocolError(f"HELLO: {key} must be a whole number from {low} to {high}, not {number!r}"[:200])
+        shown = number if type(number) is int else type(number).__name__
+        raise ProtocolError(f"HELLO: {key} must be a whole number from {low} to {high}, not {shown}")
     return number
 
 
@@ -142,11 +145,16 @@ def _expectations(value: object) -> tuple[tuple[str, str, tuple[int, ...]], ...]
     """``[[name, dtype, [layers, …]], …]``."""
     if value is None:
         return ()
-    try:
-        found = tuple((name, dtype, tuple(shape)) for name, dtype, shape in value)  # type: ignore[attr-defined]
-    except (TypeError, ValueError):
-        found = ((None, None, ()),)
-    for name, dtype, shape in found:
-        if type(name) is not str or type(dtype) is not str or not all(type(size) is int for size in shape):
-            raise ProtocolError("HELLO: expect must be a list of [name, dtype, [layers, size, …]]")
-    return found
+    if not isinstance(value, list):
+        raise ProtocolError(_EXPECT_SHAPE)
+    found = []
+    for entry in value:
+        if not isinstance(entry, list) or len(entry) != 3:
+            raise ProtocolError(_EXPECT_SHAPE)
+        name, dtype, shape = entry
+        if type(name) is not str or type(dtype) is not str or type(shape) is not list:
+            raise ProtocolError(_EXPECT_SHAPE)
+        if not all(type(size) is int for size in shape):
+            raise ProtocolError(_EXPECT_SHAPE)
+        found.append((name, dtype, tuple(shape)))
+    return tuple(found)

@@ -28,6 +28,7 @@ from mambapool.pool.errors import AllocatorAlreadyRunning, RuntimeDirError
 from mambapool.pool.process_lock import ProcessLock
 from mambapool.pool.runtime_dir import RuntimeDir, check_socket_path
 from mambapool.pool.version import VERSION
+from mambapool.service.attach import MAX_CREATED_SLOTS
 from mambapool.service.build import build_registry, keeper_lock_name
 from mambapool.service.config import AllocatorConfig
 from mambapool.service.dispatcher import Dispatcher
@@ -47,9 +48,6 @@ _LAST = int(zmq.NOBLOCK)
 #: Replies that wait for a client that does not read. Beyond, its replies are dropped, and it asks again.
 SEND_HIGH_WATER_MARK = 1000
 RECEIVE_HIGH_WATER_MARK = 1000
-
-#: libzmq cuts off whoever sends more. The limit by the largest pool is checked per message.
-MAX_MESSAGE_BYTES = 2**30
 
 #: libzmq ends the process when it has no descriptor left to accept a connection with (4.3.5, ipc_listener.cpp). So
 #: nobody new is let in while fewer than these are free, or a quarter of the limit: a session needs four, and 100
@@ -140,7 +138,6 @@ class Server:
         router.rcvtimeo = TICK_MS
         router.sndhwm = SEND_HIGH_WATER_MARK
         router.rcvhwm = RECEIVE_HIGH_WATER_MARK
-        router.maxmsgsize = MAX_MESSAGE_BYTES
         # Without it a reply to a client whose pipe is full vanishes without a word.
         router.router_mandatory = True
         # Before anybody else can come: who has this routing id has it for good.
@@ -163,6 +160,9 @@ class Server:
         path = directory.allocator_socket
         check_socket_path(path)
         remove_stale_socket(path)
+        # libzmq cuts off whoever sends more than any pool here could need; less is looked at per message.
+        largest = max(self.dispatcher.registry.max_body_bytes, protocol.max_body_bytes(MAX_CREATED_SLOTS))
+        self._socket.maxmsgsize = largest
         before = os.umask(0o077)
         try:
             self._socket.bind(directory.endpoint)
@@ -173,10 +173,14 @@ class Server:
 
     def run(self) -> None:
         """Answer until told to stop, then what is still queued."""
+        sessions = self.dispatcher.registry.sessions
         while not self._stopping:
             for _ in range(MESSAGES_PER_LOOK):
                 if not self._serve_one():
                     break
+                if len(sessions) > self._sessions:
+                    self._look_at_descriptors()
+            if time.monotonic() > self._count_descriptors_at:
                 self._look_at_descriptors()
             if self._parent_pid is not None and os.getppid() != self._parent_pid:
                 _log.warning("process %d, which started this allocator, is gone", self._parent_pid)
@@ -204,7 +208,7 @@ class Server:
         frame = router.recv(copy=False)
         self.messages += 1
         if identity == _CONTROL_ID and _peer_address(frame) is None:
-            self._lock_released(*protocol.unpack(frame.bytes, MAX_MESSAGE_BYTES))
+            self._lock_released(*protocol.unpack(frame.bytes, protocol.MAX_OVERHEAD_BYTES))
             return True
         if frame.more:
             reply: bytes | None = self._refuse_frames()
@@ -222,12 +226,8 @@ class Server:
 
         The socket's file is moved out of the way meanwhile: to unbind would cut off who is connected.
         """
-        now = time.monotonic()
-        sessions = len(self.dispatcher.registry.sessions)
-        if now < self._count_descriptors_at and sessions <= self._sessions:
-            return
-        self._count_descriptors_at = now + COUNT_DESCRIPTORS_S
-        self._sessions = sessions
+        self._sessions = len(self.dispatcher.registry.sessions)
+        self._count_descriptors_at = time.monotonic() + COUNT_DESCRIPTORS_S
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         spare = min(SPARE_DESCRIPTORS, most // 4)
         free = most - _open_descriptors()

@@ -16,6 +16,7 @@ def test_others_keep_what_they_hold(fresh_pool: FreshPoolFactory) -> None:
     kept = granted(other.allocator.alloc(20))
     clearing.allocator.clear()
     assert clearing.allocator.available_size() == 44
+    pool.settle()
     assert pool.held_by(other) == set(ids(kept))
     other.allocator.free(kept)
     assert other.allocator.free_slots.numel() == 64

@@ -108,6 +108,7 @@ def test_a_window_slot_that_was_not_handed_out_cannot_be_freed(fresh_pool: Fresh
 def test_what_another_session_got_is_named_with_its_holder(pool: FreshPool, worker: Worker) -> None:
     slots = granted(worker.allocator.alloc(1))
     worker.allocator.free(slots)
+    pool.settle()
     taker = pool.connect()
     assert set(ids(taker.allocator.alloc(15))) >= set(slots.tolist())
     with pytest.raises(NotHolder, match=rf"session {taker.session}\b.*not by this one \({worker.session}\)"):

@@ -54,7 +54,6 @@ def test_it_is_an_int64_vector_of_one(worker: Worker, in_window: bool) -> None:
         lambda slot: slot.to(torch.int32),
         lambda slot: slot.view(torch.int32)[:1],
         lambda slot: slot.expand(1),
-        lambda slot: slot.as_subclass(torch.nn.Buffer) if hasattr(torch.nn, "Buffer") else slot,
         lambda slot: torch.cat([slot]),
     ],
 )
@@ -70,8 +69,8 @@ def test_every_view_and_copy_of_it_frees_that_slot(
 
 def test_a_view_over_several_of_them_frees_what_it_shows(pool: FreshPool, worker: Worker) -> None:
     slot = take_one(worker, False)
-    worker.allocator.free(slot.as_strided((3,), (-2 + 4,), slot.storage_offset() - 4))
-    assert worker.allocator.free_slots.numel() == 12
+    worker.allocator.free(slot.as_strided((3,), (2,), slot.storage_offset() - 4))
+    pool.settle()
     assert pool.held_by(worker) == {1, 2, 4, 6}
 
 

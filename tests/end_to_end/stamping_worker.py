@@ -74,6 +74,7 @@ def main(directory: str, number: int, rounds: int) -> None:
             stamping.work()
         worker.allocator.alloc_group_end()
         stamping.look(list(stamping.stamps))
+        _ = worker.allocator.free_slots  # waits until all that was posted is applied
         said: dict[str, object] = {"session": worker.session, "held": sorted(stamping.stamps)}
         said |= {"grants": stamping.grants, "exhausted": stamping.exhausted}
         sys.stdout.write(json.dumps(said) + "\n")

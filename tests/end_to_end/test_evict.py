@@ -76,7 +76,6 @@ CALLS = {
     "alloc of several": lambda worker: worker.allocator.alloc(2),
     "alloc that waits": lambda worker: worker.allocator.alloc(2, timeout=5.0),
     "begin": lambda worker: worker.allocator.alloc_group_begin(2),
-    "free_slots": lambda worker: worker.allocator.free_slots,
     "transfer": lambda worker: worker.transfer(torch.tensor([1]), to=1),
     "accept": lambda worker: worker.accept(timeout=5.0),
 }
@@ -86,8 +85,6 @@ CALLS = {
 def test_the_next_call_that_needs_the_allocator_says_so(pool: FreshPool, call: str) -> None:
     worker = pool.connect()
     worker.allocator.alloc(2)
-    if call == "free_slots":
-        worker.allocator.free(torch.tensor([2]))
     evict_by_force(pool, worker)
     for _ in range(2):
         with pytest.raises(AllocatorUnavailable, match=rf"session {worker.session} .*connect again"):

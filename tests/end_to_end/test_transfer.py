@@ -326,18 +326,28 @@ def test_an_offer_beyond_the_receivers_limit_waits_until_there_is_room(pool: Fre
 
 
 def test_an_offer_that_a_waiting_receiver_has_no_room_for_is_its_error_and_not_the_givers(
-    pool: FreshPool, giver: Worker, children: Children
+    pool: FreshPool, giver: Worker
 ) -> None:
-    receiver = RemoteClient(children, pool, limit=3)
-    assert receiver.ask("allocator.alloc(2)") == [5, 6]
-    receiver.begin("worker.accept(timeout=30.0)")
-    wait_until(lambda: receiver.child.pid and pool.holder(giver), "it is attached")
+    receiver = pool.connect(limit=3)
+    assert ids(receiver.allocator.alloc(2)) == [5, 6]
+    before = receiver.messages
+    errors: list[AllocatorUnavailable] = []
+
+    def accept() -> None:
+        with pytest.raises(AllocatorUnavailable, match="limit of 3") as refusal:
+            receiver.accept(timeout=30.0)
+        errors.append(refusal.value)
+
+    waiting = threading.Thread(target=accept)
+    waiting.start()
+    wait_until(lambda: receiver.messages > before, "it has asked")
+    assert pool.holder(receiver), "and the allocator has answered somebody since"
     giver.transfer(torch.tensor([1, 2]), to=receiver.session)
-    kind, text = receiver.answer()
-    assert (kind, "limit of 3" in text) == ("AllocatorUnavailable", True)
+    waiting.join()
+    assert len(errors) == 1
     assert pool.status()["offered"] == 2
-    receiver.ask("allocator.clear()")
-    assert sorted(receiver.ask("worker.accept(timeout=5.0)")) == [1, 2]
+    receiver.allocator.clear()
+    assert ids(receiver.accept(timeout=5.0)) == [1, 2]
 
 
 def test_a_guaranteed_session_that_clears_keeps_its_offers_of_transferred_slots(

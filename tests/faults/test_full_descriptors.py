@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 from collections.abc import Callable, Iterator
@@ -26,6 +25,19 @@ def sessions() -> Iterator[list[RawSession]]:
         session.close()
 
 
+def attach_until_one_is_kept_out(daemon: Daemon, sessions: list[RawSession]) -> RawSession:
+    """It is among ``sessions``, has said HELLO, and has no answer."""
+    while len(sessions) < LIMIT:
+        sessions.append(RawSession(daemon.dir))
+        sessions[-1].send_hello()
+        greeting = sessions[-1].receive(0.3 if daemon.directory.allocator_socket.exists() else 0.0)
+        if greeting is None and not daemon.directory.allocator_socket.exists():
+            return sessions[-1]
+        assert greeting is not None, "neither let in nor kept out"
+        assert greeting[0] == OK
+    raise AssertionError("nobody was kept out")
+
+
 def test_new_clients_wait_outside_until_somebody_leaves_and_the_others_are_served(
     daemon_factory: Callable[..., Daemon], sessions: list[RawSession]
 ) -> None:
@@ -33,14 +45,8 @@ def test_new_clients_wait_outside_until_somebody_leaves_and_the_others_are_serve
     allocator = daemon.allocator_pid
     _, hard = resource.prlimit(allocator, resource.RLIMIT_NOFILE)
     resource.prlimit(allocator, resource.RLIMIT_NOFILE, (LIMIT, hard))
-    while daemon.directory.allocator_socket.exists():
-        assert len(sessions) < LIMIT, "nobody was kept out"
-        with contextlib.suppress(FileNotFoundError):
-            sessions.append(RawSession(daemon.dir))
-            assert sessions[-1].hello()[0] == OK
-    outside = RawSession(daemon.dir)
-    sessions.append(outside)
-    outside.send_hello()
+    outside = attach_until_one_is_kept_out(daemon, sessions)
+    assert len(sessions) > 3, "an unlikely place for the limit: this shows little"
     for session in sessions[:-1]:
         reply = session.ask(protocol.ALLOC, 1, None, False)
         assert reply[0] == OK

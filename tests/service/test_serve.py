@@ -154,7 +154,7 @@ def test_tables_of_pools_that_are_not_served_any_more_are_removed_and_other_file
         assert command.end() == 0
     others = {"results.table", "empty.table", "folder.table"}
     assert names(runtime_dir) == {"serve.lock", "allocator.lock", "leases", *others}
-    assert serve_module._TABLE_MAGIC == MAGIC.to_bytes(8, "little")
+    assert MAGIC.to_bytes(8, "little") == serve_module._TABLE_MAGIC
 
 
 def test_serve_ends_with_its_children_when_a_keeper_dies(runtime_dir: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import socket
 import stat
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,9 @@ def test_whoever_comes_second_is_refused_with_the_first_ones_pid(daemon_factory:
             f"mambapool: another {role} (pid {pid}) has {daemon.dir}: stop it first, or name another --dir\n"
         )
     worker.states["c"][:, slots] = 1
-    assert worker.allocator.alloc(1).tolist() == [4], "the first one goes on undisturbed"
+    one = worker.allocator.alloc(1)
+    assert one is not None
+    assert one.tolist() == [4], "the first one goes on undisturbed"
     assert daemon.process.poll() is None
     assert daemon.connect(rank=0).states["c"].sum() == 6
 
@@ -62,14 +65,17 @@ def test_of_two_that_start_at_once_exactly_one_serves(runtime_dir: Path) -> None
         command = ("serve", "--dir", directory, "--slots", "4")
         with Command(*command) as first, Command(*command) as second:
             both = {first, second}
-            ended = wait_until(lambda both=both: [c for c in both if c.process.poll() is not None], "one ends", 30)
-            (loser,) = ended
+            (loser,) = wait_until(partial(ended, both), "one of two ends", 30)
             (winner,) = both - {loser}
             assert loser.process.returncode == 3
             assert f"another mambapool serve (pid {winner.pid})" in loser.stderr
             winner.ready_line()
             assert ask_status(RuntimeDir(directory), 5.0)["pools"][0]["free"] == 4
             assert winner.end() == 0
+
+
+def ended(commands: set[Command]) -> list[Command]:
+    return [command for command in commands if command.process.poll() is not None]
 
 
 @pytest.fixture

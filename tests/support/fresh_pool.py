@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from daemons import Daemon
+from daemons import Daemon, wait_until
 from table_check import check_table
 
 from mambapool.client import Worker, connect
@@ -65,8 +66,14 @@ class FreshPool:
         owners = table.words[base : base + self.slots + 1]
         return set(np.flatnonzero(owners == st.owner_word(session)).tolist())
 
+    def settle(self) -> None:
+        """Wait until all is applied that sessions of this process have posted."""
+        for worker in self.workers:
+            wait_until(functools.partial(_has_settled, worker), "what was posted is applied")
+
     def check(self) -> None:
         """Every slot is in exactly one state, in the table and in ``status``."""
+        self.settle()
         status = self.status()
         assert status["free"] + status["held"] + status["windows"] == self.slots, status
         check_table(self.daemon.directory.slot_table(self.name), status)
@@ -74,6 +81,12 @@ class FreshPool:
     def close(self) -> None:
         for worker in self.workers:
             worker.close()
+
+
+def _has_settled(worker: Worker) -> bool:
+    allocator = worker.allocator
+    applied, _ = allocator._table.applied_and_free(allocator._row)
+    return worker._closed or applied >= worker._transport.posted.last
 
 
 def granted(slots: torch.Tensor | None) -> torch.Tensor:
