@@ -9,7 +9,6 @@ from typing import SupportsIndex
 import torch
 
 from mambapool.client.allocator import SlotAllocator, drain, packed, whole_number
-from mambapool.client.record import OFFERED
 from mambapool.client.transport import Transport
 from mambapool.pool import protocol
 from mambapool.pool.errors import MambaPoolError
@@ -91,13 +90,9 @@ class GuaranteedAllocator(SlotAllocator):
         self._check_usable()
         drain(self._window)
         with self._lock:
-            held = self._record.held()
-            # What is on offer stays so: it may be the receiver's by now, and comes back if that one ends.
-            offered = [slot for slot in held if self._marks[slot] == OFFERED]
-            transferred = [slot for slot in held if slot not in self._guaranteed and slot not in offered]
-            self._record.clear()
-            for slot in offered:
-                self._marks[slot] = OFFERED
+            transferred = [slot for slot in self._record.held() if slot not in self._guaranteed]
+            # What is on offer may be the receiver's by now, and comes back if that one ends.
+            self._record.clear(offers_end=False)
             self._list.clear()
             self._list.extend(sorted(self._guaranteed))
             self._window_open = False

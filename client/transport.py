@@ -83,7 +83,7 @@ class Transport:
         self.posted = PostedQueue(0)
         #: Refusals of posted messages that no call has raised yet.
         self.refusals: list[MambaPoolError] = []
-        #: Called once by the background thread, with the reason, when the pool's memory is lost or the session ended.
+        #: Called once, with the reason, when the pool's memory is lost or the allocator ended the session.
         self.on_end: Callable[[MambaPoolError], None] | None = None
         self._hello = hello
         self._pack = protocol.packer()  # used by whoever has the lock
@@ -129,7 +129,7 @@ class Transport:
             request_id = self._new_request()
             try:
                 reply = self._exchange(request_id, op, arguments, frees, deadline)
-            except AllocatorUnavailable:
+            except BaseException:  # Ctrl-C too: whatever ends the wait, nobody takes the answer any more
                 if op in (protocol.ALLOC, protocol.BEGIN):
                     self.posted.append(protocol.CANCEL, request_id, 0)
                 raise
@@ -140,8 +140,8 @@ class Transport:
     ) -> list[Any] | None:
         """Like :meth:`call` for a request that is answered when its turn comes; None after ``wait`` seconds.
 
-        Other threads' calls go on meanwhile. A request that was not answered is cancelled. ``kept``: no CANCEL
-        takes back what it was granted, so that it is asked for again before it is given up.
+        Other threads' calls go on meanwhile. A request that was not answered is cancelled. ``kept``: nothing takes
+        back what it was granted, so that it stays open and is asked for again, at the next such call at the latest.
         """
         deadline = time.monotonic() + wait
         if kept and self._unresolved:
@@ -156,9 +156,14 @@ class Transport:
             self._await_turn(request_id, op, arguments, frees, deadline)
         finally:
             with self._lock:
-                reply = self._waiting.pop(request_id)
-                if reply is None:
-                    cancel = self.posted.append(protocol.CANCEL, request_id, 0)
+                reply = self._waiting[request_id]
+                if reply is None and kept:
+                    # A later allocator knows no more what came by a transfer: a CANCEL would free it.
+                    self._unresolved = request_id
+                else:
+                    del self._waiting[request_id]
+                    if reply is None:
+                        cancel = self.posted.append(protocol.CANCEL, request_id, 0)
             self.flush()
         if reply is None:
             if kept:
@@ -168,10 +173,7 @@ class Transport:
         return None if reply is None else _checked(reply)
 
     def _resolve(self, request_id: int, op: int) -> list[Any] | None:
-        """What became of a kept request that was given up: its grant, if it came first, or None.
-
-        Asked for without waiting: an allocator that was restarted may not know that it was cancelled.
-        """
+        """What became of a kept request that was not answered in time: its grant, or None; it waits no longer."""
         with self._turn():
             # Open until it is known: nothing that is sent meanwhile says that its reply has arrived.
             self._waiting[request_id] = None
@@ -179,7 +181,7 @@ class Transport:
             reply = self._exchange(request_id, op, (False,), None, self._deadline())
             del self._waiting[request_id]
             self._unresolved = 0
-        return None if reply[2] in (protocol.NOT_OPEN, protocol.NONE) else reply
+        return None if reply[2] == protocol.NONE else reply
 
     def _until_applied(self, number: int) -> None:
         """None is an answer only of an allocator that answers: wait until it has that posted message."""
@@ -322,8 +324,8 @@ class Transport:
         repeat_at = 0.0
         while True:
             with self._turn():
-                if self._ended:
-                    raise self._unavailable(self._ended)
+                if (reason := self._end()) is not None:
+                    raise reason
                 now = time.monotonic()
                 if not self._attached or self.table.epoch != self.epoch:
                     self._attach_again(max(deadline, now + _TICK_WAITS_S))
@@ -450,6 +452,8 @@ class Transport:
             self._connect_lease()
             self._send(self._pack((protocol.HELLO, 0, request_id, 0, 0, 0, fields)))
             reply = self._receive(request_id, deadline)
+            if reply is None and self._table is None and self.refusals:
+                raise self.refusals.pop(0)  # nothing but HELLO was sent: it could not be read, its id neither
         # An allocator that was still starting had no ear for it yet.
         self._connect_lease()
         if reply[2] != protocol.OK:

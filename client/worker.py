@@ -187,7 +187,7 @@ class Worker:
         _workers.discard(self)
         background().remove(self._transport)
         # No cycle: the slot table's mapping and descriptor go with the last reference.
-        self._transport.on_lost = None
+        self._transport.on_end = None
         self.allocator.disable(ClientClosed("this client was closed: connect again"))
         self._transport.detach(min(CLOSE_S, self._transport.timeout))
         if self._pool is not None:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,8 +142,9 @@ class SlotTableReader:
         except OSError as error:
             raise RuntimeDirError(f"cannot open the slot table {path}: {error.strerror}") from error
         try:
-            size = os.fstat(fd).st_size
-            if size < HEADER_WORDS * 8:
+            info = os.fstat(fd)
+            size = info.st_size
+            if not stat.S_ISREG(info.st_mode) or size < HEADER_WORDS * 8:
                 raise ProtocolError(f"{path} is no slot table: {size} bytes")
             self._map = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
         finally:

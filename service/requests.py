@@ -161,12 +161,12 @@ class Requests:
         return self._replies.done(message[2])
 
     def _accept(self, pool: Pool, session: Session, message: list[Any]) -> Answer | None:
-        """``[.., wait]``: the oldest offer to this session, or the next one."""
+        """``[.., wait]``: the oldest offer to this session, or the next one; asked again without, no more."""
         if len(message) != 7 or type(message[6]) is not bool:
             raise ProtocolError("ACCEPT has 7 fields: …, wait")
         ids = pool.accept(session, message[2])
-        if ids is None and message[6]:
-            session.accepting = message[2]
+        session.accepting = message[2] if ids is None and message[6] else 0
+        if session.accepting:
             return None
         return self._replies.granted(message[2], ids, kept=True)
 

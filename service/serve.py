@@ -221,6 +221,7 @@ def _remove_left_over(directory: RuntimeDir, pools: tuple[PoolConfig, ...]) -> N
         return
     _remove_if(directory.ready, Path.is_file)
     _remove_if(directory.allocator_socket, _is_dead_socket)
+    _remove_if(directory.lease_socket, _is_dead_socket)
     for table in directory.path.glob("*.table"):
         _remove_if(table, _is_slot_table)
 

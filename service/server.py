@@ -114,7 +114,6 @@ def run_allocator(config: AllocatorConfig, announce: Callable[[dict[str, Any]], 
         directory.ready.unlink(missing_ok=True)
         watcher.close()
         server.close()
-        directory.allocator_socket.unlink(missing_ok=True)
     _log.info("ended: %d messages, %d malformed", server.messages, server.dispatcher.malformed)
 
 
@@ -127,6 +126,7 @@ class Server:
         self.messages = 0
         self.replies_dropped = 0
         self._parent_pid = parent_pid
+        self._bound: Path | None = None
         self._stopping = False
         self._is_full = False
         self._count_descriptors_at = 0.0
@@ -170,6 +170,7 @@ class Server:
             raise RuntimeDirError(f"cannot bind {path}: {error}") from error
         finally:
             os.umask(before)
+        self._bound = path
 
     def run(self) -> None:
         """Answer until told to stop, then what is still queued."""
@@ -196,6 +197,8 @@ class Server:
         self._control.close(linger=0)
         self._socket.close(linger=100)
         self._context.term()
+        if self._bound is not None:  # else what lies there is somebody else's
+            self._bound.unlink(missing_ok=True)
 
     def _serve_one(self) -> bool:
         """Receive and answer one message; False when none came within RCVTIMEO."""

@@ -109,7 +109,8 @@ class Watcher:
     def close(self) -> None:
         self._ending = True
         self._woken.send(b"x")
-        self._thread.join()
+        if self._thread.ident is not None:  # else what it would have watched for could not be built
+            self._thread.join()
         for connection in set(self._by_fd.values()):
             connection.close()
         for pidfd in self._processes:
@@ -124,13 +125,15 @@ class Watcher:
         next_sweep = time.monotonic() + SWEEP_S
         while not self._ending:
             wait = _AFTER_HINT_S if self._hinted else max(next_sweep - time.monotonic(), 0)
-            for fd, _events in self._epoll.poll(wait, 64):
-                if fd == self._listener.fileno():
-                    self._accept()
-                elif fd in self._by_fd:
+            ready = [fd for fd, _events in self._epoll.poll(wait, 64)]
+            for fd in ready:
+                if fd in self._by_fd:
                     self._look_at(self._by_fd[fd], fd)
                 elif fd in self._processes:
                     self._process_ended(fd)
+            # Last: it may get a descriptor that was closed just now, of which something is still told here.
+            if self._listener.fileno() in ready:
+                self._accept()
             now = time.monotonic()
             self._test_hinted(now)
             if now >= next_sweep:
@@ -222,6 +225,9 @@ def _listen(directory: RuntimeDir) -> socket.socket:
                 raise RuntimeDirError(f"{path} is in the way and is no socket: move it, or name another --dir")
             path.unlink()
         listener.bind(str(path))
+    except RuntimeDirError:
+        listener.close()
+        raise
     except OSError as error:
         listener.close()
         raise RuntimeDirError(f"cannot listen on {path}: {error.strerror}") from error

@@ -100,7 +100,9 @@ def test_it_ends_as_well_when_the_daemon_was_killed_before(
 ) -> None:
     daemon = daemon_factory(slots=64)
     ending = [(start(children, daemon, "default", source), status) for source, status in UNANSWERED.values()]
-    os.kill(daemon.allocator_pid, signal.SIGKILL)
+    # Serve first: it would bring its allocator back.
+    for pid in (daemon.process.pid, daemon.allocator_pid):
+        os.kill(pid, signal.SIGKILL)
     daemon.process.wait()
     for child, status in ending:
         child.say("end")

@@ -212,7 +212,7 @@ LOOKS_AND_ASKS = """
 
     chance, nothing = random.Random(int(sys.argv[3])), 0
     with connect(sys.argv[1], pool=sys.argv[2], timeout=20.0) as worker:
-        for _ in range(60):
+        for _ in range(40):
             count = min(worker.allocator.available_size(), 8)
             slots = worker.allocator.alloc(count + 1)
             if slots is None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from daemons import SMALL_STATE, Daemon, wait_until
 from fresh_pool import FreshPool, FreshPoolFactory, drain, ids
-from leased_clients import RECLAIM_S, RemoteClient, outage, restart
+from leased_clients import RECLAIM_S, RemoteClient, outage, restart, values
 from processes import Children, paused
 
 from mambapool.client import Worker
@@ -56,7 +56,7 @@ def test_the_states_arrive_with_the_slots(daemon_factory: DaemonFactory, childre
     accepted = receiver.accept()
     assert accepted is not None
     assert (accepted.dtype, ids(accepted)) == (torch.int64, [2, 3])
-    assert receiver.states["temporal"][:, accepted].unique().tolist() == [7]
+    assert values(receiver.states["temporal"][:, accepted]) == {7}
     holders = {holder["session"]: holder["held"] for holder in daemon.pool()["holders"]}
     assert holders == {giver.session: 1, receiver.session: 2}
     receiver.allocator.free(accepted)
@@ -94,7 +94,7 @@ def test_accept_without_an_offer_is_none_at_once_or_after_its_timeout(receiver: 
 def test_accept_waits_for_an_offer_while_other_calls_go_on(
     pool: FreshPool, giver: Worker, receiver: Worker
 ) -> None:
-    accepted: list[object] = []
+    accepted: list[torch.Tensor | None] = []
     waiting = threading.Thread(target=lambda: accepted.append(receiver.accept(timeout=10.0)))
     waiting.start()
     slot = receiver.allocator.alloc(1)
@@ -172,23 +172,25 @@ def test_an_offer_outlives_its_allocator(pool: FreshPool, giver: Worker, receive
     wait_until(lambda: pool.available == 16, "all are free")
 
 
-@pytest.mark.parametrize("who", ["giver", "receiver"])
 def test_who_dies_between_offer_and_accept_while_no_allocator_runs(
-    pool: FreshPool, children: Children, who: str
+    new_pool: FreshPoolFactory, children: Children
 ) -> None:
-    giver, receiver = RemoteClient(children, pool), RemoteClient(children, pool)
-    assert giver.ask("allocator.alloc(4)") == [1, 2, 3, 4]
-    giver.ask(f"worker.transfer(torch.tensor([1, 2]), to={receiver.session})")
+    pairs = []
+    for _ in range(2):
+        pool = new_pool(16)
+        pair = RemoteClient(children, pool), RemoteClient(children, pool)
+        assert pair[0].ask("allocator.alloc(4)") == [1, 2, 3, 4]
+        pair[0].ask(f"worker.transfer(torch.tensor([1, 2]), to={pair[1].session})")
+        pairs.append((pool, *pair))
+    (pool, giver, _), (other_pool, _, receiver) = pairs
     with outage(pool.daemon):
-        dying = giver if who == "giver" else receiver
-        dying.kill()
-        dying.child.wait()
-    if who == "giver":
-        assert receiver.ask("worker.accept()") is None
-        assert pool.available == 16
-    else:
-        assert giver.ask("allocator.free(torch.tensor([1, 2, 3, 4]))") is None
-        wait_until(lambda: pool.available == 16, "the giver could free them")
+        for dying in (giver, receiver):
+            dying.kill()
+            dying.child.wait()
+    assert pairs[0][2].ask("worker.accept()") is None
+    assert pool.available == 16
+    assert pairs[1][1].ask("allocator.free(torch.tensor([1, 2, 3, 4]))") is None
+    wait_until(lambda: other_pool.available == 16, "the giver could free them")
 
 
 def test_an_accept_that_timed_out_loses_nothing(pool: FreshPool, giver: Worker) -> None:
@@ -350,19 +352,6 @@ def test_an_offer_that_a_waiting_receiver_has_no_room_for_is_its_error_and_not_t
     assert ids(receiver.accept(timeout=5.0)) == [1, 2]
 
 
-def test_a_guaranteed_session_that_clears_keeps_its_offers_of_transferred_slots(
-    pool: FreshPool, giver: Worker, receiver: Worker
-) -> None:
-    between = pool.connect(guarantee=4)
-    giver.transfer(torch.tensor([1, 2, 3]), to=between.session)
-    assert ids(between.accept()) == [1, 2, 3]
-    between.transfer(torch.tensor([2]), to=receiver.session)
-    between.allocator.clear()
-    wait_until(lambda: pool.held_by(between) == {5, 6, 7, 8, 2}, "the others of them are free")
-    assert between.allocator.alloc(1) is not None, "nothing was refused"
-    assert ids(receiver.accept()) == [2]
-
-
 def test_both_sides_free_at_once_and_one_of_them_is_refused(
     pool: FreshPool, giver: Worker, receiver: Worker
 ) -> None:
@@ -378,7 +367,7 @@ def test_both_sides_free_at_once_and_one_of_them_is_refused(
         except InvalidSlots:
             outcomes.append("refused")
 
-    for _ in range(200):
+    for _ in range(60):
         slots = giver.allocator.alloc(8, timeout=10.0)
         assert slots is not None
         giver.transfer(slots, to=receiver.session)

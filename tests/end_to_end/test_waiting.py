@@ -1,4 +1,4 @@
-"""Waiting for slots: first come, first served; cut short by no one, and in nobody's way for longer than it lasts."""
+"""Waiting for slots: first come, first served, and in nobody's way for longer than it lasts."""
 
 from __future__ import annotations
 
@@ -206,9 +206,7 @@ def test_a_waiting_client_that_dies_leaves_the_queue(
     assert pool.status()["waiting"] == 0
 
 
-def test_a_waiting_client_that_closes_is_told_and_leaves_the_queue(
-    pool: FreshPool, holder: SlotAllocator
-) -> None:
+def test_a_waiting_client_that_closes_is_told_and_leaves_the_queue(pool: FreshPool, holder: SlotAllocator) -> None:
     worker = pool.connect()
     waiting = Waiting(worker.allocator, 10)
     waits(pool, 10)

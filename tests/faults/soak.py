@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from daemons import SMALL_STATE, start_daemon
+from daemons import SMALL_STATE, start_daemon, wait_until
 from processes import Child
 from soaking import Progress, RawSession, allocator_processes, audit, percentile
 from zygote import Zygote
@@ -61,6 +61,7 @@ class Soak:
         self.wrong: list[str] = []
         #: Place → the epoch that a kill of the allocator ended, and when, in nanoseconds.
         self._waiting: dict[int, tuple[int, int]] = {}
+        self._victims: list[int] = []
         self._zygote = Zygote()
         self._daemon = start_daemon(self.dir, slots=SLOTS, states=SMALL_STATE)
         self._table = st.SlotTableReader(self.dir / "default.table")
@@ -70,13 +71,18 @@ class Soak:
         self._clients = {place: self._start(place) for place in range(CLIENTS)}
 
     def run(self, seconds: float) -> None:
-        """Kill, audit and measure for so long."""
+        """Kill, audit and measure for so long, from when every client has been answered."""
+        wait_until(
+            lambda: all(self._progress.epoch_and_time_ns(place)[0] for place in range(CLIENTS)),
+            "every client has been answered",
+            timeout=END_S,
+        )
         end = time.monotonic() + seconds
         next_kill = time.monotonic()
         while (now := time.monotonic()) < end and self._daemon.process.poll() is None:
             if now >= next_kill:
                 next_kill = now + self.chance.uniform(*KILL_EVERY_S)
-                self._kill(self.chance.randrange(CLIENTS + 1))
+                self._kill(self._next_victim())
             self._look()
             time.sleep(LOOK_S)
 
@@ -118,6 +124,12 @@ class Soak:
         guarantee = GUARANTEE if place % 2 else 0
         seed = self.chance.randrange(2**32)
         return Child(self._zygote.start(CLIENT, (self.dir, place, CLIENTS, seed, guarantee), {}))
+
+    def _next_victim(self) -> int:
+        """Nobody twice before everybody once: a short run kills the allocator, too."""
+        if not self._victims:
+            self._victims = self.chance.sample(range(CLIENTS + 1), CLIENTS + 1)
+        return self._victims.pop()
 
     def _kill(self, victim: int) -> None:
         if victim < CLIENTS:

@@ -50,18 +50,18 @@ TWO_POOLS = '[[pool]]\npool = "a"\nslots = 8\n[[pool]]\npool = "b"\nslots = 9\n'
 
 def test_a_file_describes_several_pools_with_the_names_of_the_flags(read: Read) -> None:
     settings = read(
-        f'dir = "/run/engines"\nmax-sessions = 16\n'
+        f'dir = "/run/engines"\nmax-sessions = 16\nmax-waiters = 0\n'
         f'[[pool]]\npool = "engine-a"\nslots = 512\nstate = ["{CONV}", "t=float32:1x2"]\ntp-size = 2\n'
         'device = "cpu"\n'
         "[[pool]]\nslots = 3\n"
     )
     states = geometry(CONV, "t=float32:1x2")
     pools = (PoolConfig("engine-a", 512, states, 2), PoolConfig("default", 3))
-    assert settings == FileSettings("/run/engines", 16, pools)
+    assert settings == FileSettings("/run/engines", 16, 0, pools)
 
 
 def test_an_empty_file_says_nothing(read: Read) -> None:
-    assert read("") == FileSettings(None, None, ())
+    assert read("") == FileSettings(None, None, None, ())
 
 
 def test_the_path_of_a_model_is_relative_to_the_file(read: Read, tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_the_path_of_a_model_is_relative_to_the_file(read: Read, tmp_path: Path)
         (b"\xff", "utf-8"),
         ("x=" + "[" * 5_000, "recursion"),
         ("[pool]\nslots = 3", "two brackets"),
-        ("slots = 3", "unknown key 'slots'; known here are dir, max-sessions, pool"),
+        ("slots = 3", "unknown key 'slots'; known here are dir, max-sessions, max-waiters, pool"),
         ("pool = [1]", r"\[\[pool\]\] 1: expected a table"),
         ("[[pool]]", r"\[\[pool\]\] 1: slots is missing"),
         ("[[pool]]\nslots = true", "slots must be a whole number, not True"),
@@ -99,6 +99,7 @@ def test_the_path_of_a_model_is_relative_to_the_file(read: Read, tmp_path: Path)
         ('[[pool]]\nslots = 3\ndevice = "cuda"', "--device cuda"),
         ('[[pool]]\nslots = 3\ndevice = "tpu"', "device 'tpu'"),
         ("max-sessions = 'many'", "max-sessions must be a whole number, not 'many'"),
+        ("max-waiters = 1.5", "max-waiters must be a whole number, not 1.5"),
         (ONE_POOL + "[[pool]]\nslots = 0", r"\[\[pool\]\] 2: slots 0"),
     ],
 )

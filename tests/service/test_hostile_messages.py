@@ -23,6 +23,7 @@ from mambapool.pool import protocol
 from mambapool.pool.protocol import (
     MALFORMED,
     OK,
+    REFUSED,
     STATUS,
     UNKNOWN_SESSION,
     WRONG_EPOCH,
@@ -259,7 +260,7 @@ def test_10000_random_messages_are_answered_each(peer: RawPeer, epoch: int) -> N
             peer.send(bytes(body))
         replies = peer.replies()
         # Nothing of it is of a session of this connection, so that everything is refused, or a STATUS.
-        assert {reply[2] for reply in replies} <= {MALFORMED, UNKNOWN_SESSION, WRONG_EPOCH, OK}
+        assert {reply[2] for reply in replies} <= {MALFORMED, UNKNOWN_SESSION, WRONG_EPOCH, REFUSED, OK}
         answered += len(replies)
     assert answered == 10_000
 

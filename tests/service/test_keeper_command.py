@@ -66,7 +66,7 @@ def test_an_allocator_serves_the_keepers_that_it_finds_and_another_one_after_it(
         assert command.process.returncode == 0
     left = {path.name for path in runtime_dir.iterdir()}
     locks = {"allocator.lock", "keeper-default-0.lock", "keeper-default-1.lock"}
-    assert left == {*locks, "default.table"}, "the table is the next allocator's"
+    assert left == {*locks, "leases", "default.table"}, "the table is the next allocator's"
 
 
 @pytest.mark.parametrize(("there", "missing"), [(0, 1), (1, 0)])

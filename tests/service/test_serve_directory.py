@@ -84,7 +84,11 @@ def socket_path(runtime_dir: Path) -> Iterator[Path]:
     runtime_dir.mkdir(mode=0o700)
     path = runtime_dir / "allocator.sock"
     yield path
-    assert {other.name for other in runtime_dir.iterdir()} - {path.name} <= {"serve.lock", "allocator.lock"}
+    assert {other.name for other in runtime_dir.iterdir()} - {path.name} <= {
+        "serve.lock",
+        "allocator.lock",
+        "leases",
+    }
 
 
 def refused(path: Path) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import zmq
 from daemons import Daemon, start_daemon, wait_until
 from fresh_pool import FreshPool, FreshPoolFactory
@@ -127,7 +128,7 @@ _REMOTE = """
 
 
 class RemoteClient:
-    """A session in a process of its own, which does what it is told; ``worker`` and ``allocator`` are its names."""
+    """A session in a process of its own, which does what it is told with its ``worker`` and ``allocator``."""
 
     def __init__(self, children: Children, pool: FreshPool, **options: Any) -> None:
         self.name = options.setdefault("name", f"remote-{next(_names)}")
@@ -213,7 +214,7 @@ class RawClient:
 
     def receive(self, timeout: float = 5.0) -> list[Any] | None:
         """The next message, or None if none came in time."""
-        if not self._socket.poll(timeout * 1000):
+        if not self._socket.poll(int(timeout * 1000)):
             return None
         body = self._socket.recv()
         return protocol.unpack(body, len(body))
@@ -230,6 +231,11 @@ def knows(pool: FreshPool, holder: Worker | RemoteClient) -> bool:
     """Whether the allocator still has that session."""
     session = holder.session  # first: a remote one may have to be waited for
     return any(entry["session"] == session for entry in pool.status()["holders"])
+
+
+def values(rows: torch.Tensor) -> set[float]:
+    """What there is in the states of slots."""
+    return set(rows.flatten().tolist())
 
 
 def log_lines(daemon: Daemon, text: str) -> list[str]:

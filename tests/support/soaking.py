@@ -134,9 +134,16 @@ class RawSession:
         self._socket.close(linger=int(WAIT_S * 1000))
         self._context.term()
 
-    def send_body(self, hexadecimal: str) -> None:
+    def send_body(self, body: bytes) -> None:
         """Bytes as they are."""
-        self._socket.send(bytes.fromhex(hexadecimal))
+        self._socket.send(body)
+
+    def exchange(self, body: bytes) -> Plain:
+        """Send bytes as they are; ``[status, …]`` of what comes next, whatever it answers."""
+        self.send_body(body)
+        assert self.arrived(WAIT_S), "nothing came back"
+        answer = self._socket.recv()
+        return protocol.unpack(answer, len(answer))[2:]
 
     def close(self) -> None:
         self._socket.close(linger=0)
@@ -146,6 +153,7 @@ class RawSession:
     def _connect(self) -> None:
         self._lease.connect()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self._socket.linger = 0
         self._socket.connect(self._directory.endpoint)
 
     def _send_posted(self, number: int) -> None:

@@ -1,0 +1,47 @@
+"""Clock jumps: nothing waits by a clock that can be set."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import mambapool.client.transport
+import mambapool.pool.protocol
+import mambapool.service.server
+
+PACKAGES = (mambapool.pool.protocol, mambapool.service.server, mambapool.client.transport)
+SOURCES = sorted(path for module in PACKAGES for path in Path(module.__file__).parent.rglob("*.py"))
+
+#: Of the wall's clock; ``strftime`` and the like only write it down.
+SETTABLE = {"time", "time_ns", "localtime", "gmtime", "now", "utcnow", "today", "CLOCK_REALTIME"}
+
+
+def readings(source: str) -> list[str]:
+    """Where a clock that can be set is read: ``time.time``, ``datetime.now`` …"""
+    return [
+        f"line {node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute)
+        and node.attr in SETTABLE
+        and isinstance(node.value, ast.Name)
+        and node.value.id in ("time", "datetime", "date")
+    ] + [
+        f"line {node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom)
+        and node.module in ("time", "datetime")
+        and SETTABLE & {alias.name for alias in node.names}
+    ]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_no_interval_is_measured_by_a_clock_that_can_be_set(path: Path) -> None:
+    assert readings(path.read_text()) == []
+
+
+def test_a_reading_is_found() -> None:
+    assert readings("import time\nstart = time.time()") == ["line 2: time.time"]
+    assert readings("from time import time")
+    assert not readings("import time\nstart = time.monotonic()")
