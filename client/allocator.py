@@ -17,7 +17,7 @@ from mambapool.client.transport import Transport
 from mambapool.pool import protocol
 from mambapool.pool.errors import AllocatorUnavailable, MambaPoolError
 from mambapool.pool.index_tensors import slot_ids
-from mambapool.pool.slot_table import H_FREE_COUNT, S_APPLIED, SlotTableReader
+from mambapool.pool.slot_table import H_DONE, H_FREE_COUNT, H_SEQ, S_APPLIED, SlotTableReader
 
 
 class SlotAllocator:
@@ -163,7 +163,7 @@ class SlotAllocator:
                 return
             self._posted.append(protocol.FREE, _packed(slots), len(slots))
         self._transport.flush()
-        self._posted.forget_applied(self._table_items[self._applied])
+        self._forget_applied()
 
     def clear(self) -> None:
         """Free everything that this client holds, and nothing of anybody else; ends its window.
@@ -247,6 +247,14 @@ class SlotAllocator:
         with self._lock:
             applied, free = self._table.applied_and_free(self._row)
             return free + self._posted.forget_applied(applied) + len(self._freed_inside)
+
+    def _forget_applied(self) -> None:
+        """Keep the queue short, without waiting. Not in the middle of a change: the free count comes last."""
+        items = self._table_items
+        done = items[H_DONE]
+        applied = items[self._applied]
+        if items[H_SEQ] == done:
+            self._posted.forget_applied(applied)
 
     def _slot_of(self, value: object) -> int:
         """The slot, if ``value`` is one of our slot tensors or a view of one; read from its address."""
