@@ -17,7 +17,7 @@ from mambapool.client.transport import Transport
 from mambapool.pool import protocol
 from mambapool.pool.errors import AllocatorUnavailable, MambaPoolError, PoolLost
 from mambapool.pool.index_tensors import slot_ids
-from mambapool.pool.slot_table import H_FREE_COUNT, H_LOST, H_WAITING, S_APPLIED
+from mambapool.pool.slot_table import H_DONE, H_FREE_COUNT, H_LOST, H_SEQ, H_WAITING, S_APPLIED
 
 
 class SlotAllocator:
@@ -160,7 +160,7 @@ class SlotAllocator:
             self._take_back(slots)
         if self._posted:
             self._transport.flush()
-            self._posted.forget_applied(self._table_items[self._applied])
+            self._forget_applied()
 
     def clear(self) -> None:
         """Free everything that this client holds, and nothing of anybody else; ends its window.
@@ -299,6 +299,14 @@ class SlotAllocator:
                 return free + pending
             held = self._record.count() + len(self._window)
             return max(min(free + pending, self._limit - held), 0)
+
+    def _forget_applied(self) -> None:
+        """Keep the queue short, without waiting. Not in the middle of a change: the free count comes last."""
+        items = self._table_items
+        done = items[H_DONE]
+        applied = items[self._applied]
+        if items[H_SEQ] == done:
+            self._posted.forget_applied(applied)
 
     def _slot_of(self, value: object) -> int:
         """The slot, if ``value`` is one of our slot tensors or a view of one; read from its address."""

@@ -24,7 +24,11 @@ def main() -> int:
         environment = {**os.environ, "MAMBAPOOL_DIR": directory}
         show("serve", *SERVE)
         with subprocess.Popen(
-            [*MAMBAPOOL, "serve", *SERVE], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*MAMBAPOOL, "serve", *SERVE],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         ) as daemon:
             try:
                 assert daemon.stdout is not None

@@ -279,7 +279,8 @@ def main(arguments: list[str] | None = None) -> int:
         config = KeeperConfig.from_json(options.config)
         keep(config, lambda shard: tell(options.ready_fd, ready=True, pid=shard.pid, uuid=shard.uuid.hex()))
     except MambaPoolError as error:
-        log.error("%s", error)
+        if options.ready_fd is None:
+            log.error("%s", error)  # else whoever asked says it
         tell(options.ready_fd, error=str(error), exit=exit_status(error))
         return exit_status(error)
     return EXIT_DONE

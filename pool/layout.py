@@ -8,7 +8,6 @@ to 256 bytes (the alignment of ``cudaMalloc``, and enough for any vector load).
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 import msgpack
 
+from mambapool.pool.digest import digest16
 from mambapool.pool.errors import ConfigError
 
 ALIGNMENT_BYTES = 256
@@ -128,7 +128,7 @@ class Geometry:
     @cached_property
     def digest(self) -> bytes:
         """16 bytes that are equal exactly when the geometries are: BLAKE2b over the packed specs."""
-        return hashlib.blake2b(msgpack.packb(self.to_wire()), digest_size=16).digest()
+        return digest16(msgpack.packb(self.to_wire()))
 
     def place(self, slots: int) -> BlockLayout:
         """Lay out the tensors for ``slots`` usable slots, which makes ``slots + 1`` rows."""

@@ -155,6 +155,10 @@ class RuntimeDir:
 
 def check_socket_path(path: Path) -> str:
     """The path as text, or :class:`RuntimeDirError` when no unix socket can have it: bytes count."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise RuntimeDirError(f"{os.fsencode(path)!r} is not UTF-8; name another directory with --dir") from None
     size = len(os.fsencode(path))
     if size > MAX_SOCKET_PATH_BYTES:
         raise RuntimeDirError(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import re
 import time
 
 from mambapool.pool.descriptor import ShardDescriptor
+from mambapool.pool.digest import digest16
 from mambapool.pool.errors import GeometryMismatch, MambaPoolError, PoolLost
 from mambapool.pool.handover import receive_block
 from mambapool.pool.layout import Geometry
@@ -90,7 +90,7 @@ class _Builder:
         if not shards:
             return (), None
         # One name for all shards of this moment: a table of other shards' slots is not this pool's.
-        return tuple(shards), hashlib.blake2b(b"".join(s.uuid for s in shards), digest_size=16).digest()
+        return tuple(shards), digest16(b"".join(s.uuid for s in shards))
 
     def _recovered(self, pool: PoolConfig, uuid: bytes | None) -> SlotTableWriter | None:
         path = self._directory.slot_table(pool.name)

@@ -283,6 +283,7 @@ def replay(
         limit=limit,
         timeout=timeout,
     )
+    _check_states(options.dir, pool, timeout)
     with progress_bar("requests") as progress:
         summary = run_replay(options, progress)
     if as_json:
@@ -291,6 +292,19 @@ def replay(
         draw_summary(summary)
     if not summary.ok:
         sys.exit(EXIT_FAILED)
+
+
+def _check_states(directory: Any, pool: str, timeout: float) -> None:
+    """Before every scheduler imports torch: the pool is there, and has states."""
+    from mambapool.client.transport import ask_status
+
+    pools = {known["name"]: known for known in ask_status(RuntimeDir(Path(directory)), timeout)["pools"]}
+    if pool not in pools:
+        raise ConfigError(f"--pool {pool}: there is no such pool; pools here: {', '.join(pools) or 'none'}")
+    if not pools[pool]["shards"]:
+        raise ConfigError(
+            f"--pool {pool} is allocator-only; replay needs states: serve it with --state or --model"
+        )
 
 
 def _configure_logging() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -9,6 +10,15 @@ from pathlib import Path
 
 import pytest
 from daemons import Daemon, start_daemon
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A developer's own MAMBAPOOL_ variables are not for the daemons of tests."""
+    for name in list(os.environ):
+        if name.startswith("MAMBAPOOL_") and name != "MAMBAPOOL_ALL_CRASH_POINTS":
+            monkeypatch.delenv(name)
+
 
 DaemonFactory = Callable[..., Daemon]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import pytest
 import torch
@@ -38,6 +39,28 @@ def test_frees_count_once_however_far_the_allocator_is(worker: Worker) -> None:
             held += slots.tolist()
             expected -= 2
         assert allocator.available_size() == expected
+
+
+def test_frees_that_a_large_change_carries_count_once_while_it_is_made(fresh_pool: FreshPoolFactory) -> None:
+    """A change of many slots takes long enough to be looked at from the middle."""
+    size, window = 2**17, 2**15
+    worker = fresh_pool(size).connect()
+    allocator = worker.allocator
+    slots = ids(allocator.alloc(20_000))
+    allocator.alloc_group_begin(1)
+    allocator.free(granted(allocator.alloc(1)))
+    opening = threading.Thread(target=allocator.alloc_group_begin, args=(window,))
+    opening.start()
+    wait_until(lambda: not allocator._window_open, "the first window is closed")
+    expected, looks = size - len(slots), 0
+    while opening.is_alive() or looks < 100:
+        looks += 1
+        if not allocator._window_open:
+            allocator.free(torch.tensor(slots.pop()))
+            expected += 1
+        assert allocator.available_size() in (expected, expected - window)
+    opening.join()
+    assert allocator.available_size() == expected - window
 
 
 def test_unapplied_frees_count_while_the_allocator_is_stopped(pool: FreshPool, worker: Worker) -> None:

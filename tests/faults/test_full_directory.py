@@ -25,7 +25,10 @@ def tiny_tmpfs(runtime_dir: Path) -> Iterator[Path]:
     runtime_dir.mkdir(mode=0o700)
     options = f"size={SIZE_BYTES},mode=700"
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "none", str(runtime_dir)], capture_output=True, text=True, check=False
+        ["mount", "-t", "tmpfs", "-o", options, "none", str(runtime_dir)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if mounted.returncode:
         pytest.skip(f"cannot mount a tmpfs: {mounted.stderr}")

@@ -18,7 +18,9 @@ from mambapool.pool.errors import AllocatorUnavailable
 from mambapool.service.serve import SHORT_LIFE_S
 
 
-def test_an_allocator_that_is_killed_before_it_answers_is_brought_back_after_a_pause(lasting_daemon: Daemon) -> None:
+def test_an_allocator_that_is_killed_before_it_answers_is_brought_back_after_a_pause(
+    lasting_daemon: Daemon,
+) -> None:
     daemon = lasting_daemon
     wait_until(lambda: daemon.status()["uptime_s"] > 2 * SHORT_LIFE_S, "the allocator has lived for a while")
     first = daemon.allocator_pid

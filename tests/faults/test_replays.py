@@ -82,7 +82,9 @@ def test_the_last_request_is_answered_the_same_and_those_before_it_are_closed(la
         session.repeat()
         assert session.receive() == first
         assert (first[0], len(first[1])) == (OK, 2)
-        closed = protocol.pack((protocol.ALLOC, session.number, 2, session.epoch, session.posted, 0, 3, None, False))
+        closed = protocol.pack(
+            (protocol.ALLOC, session.number, 2, session.epoch, session.posted, 0, 3, None, False)
+        )
         assert session.exchange(closed)[0] == NOT_OPEN
         assert durable(table) == before
 

@@ -90,7 +90,6 @@ def test_it_is_ready_little_later_than_its_libraries_are_imported(
     assert ratio <= READY_RATIO, ratios
 
 
-@pytest.mark.xfail(strict=True, reason="hashlib loads OpenSSL, which takes 3.6 MB; _blake2 alone would do")
 def test_it_takes_little_memory(config: str, record_property: RecordProperty) -> None:
     with started(config) as allocator:
         lines = Path(f"/proc/{allocator.process.pid}/status").read_text().splitlines()

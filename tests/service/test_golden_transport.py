@@ -59,9 +59,7 @@ class ScriptedAllocator:
             player.join()
         assert came == [(each.name, each.request) for each in script if each.connection in connections]
 
-    def _play(
-        self, script: list[Exchange], connections: tuple[int, ...], came: list[tuple[str, bytes]]
-    ) -> None:
+    def _play(self, script: list[Exchange], connections: tuple[int, ...], came: list[tuple[str, bytes]]) -> None:
         for exchange in script:
             if exchange.connection in connections:
                 try:

@@ -30,7 +30,7 @@ LOCKS = {"serve.lock", "allocator.lock", "keeper-default-0.lock", "keeper-defaul
 SOCKETS = {"allocator.sock", "lease.sock", "keeper-default-0.sock", "keeper-default-1.sock"}
 
 #: SIGTERM has to be obeyed within a second; the rest is for a machine that does something else too.
-END_S = 1.0 + 1.5
+END_S = 1.0 + 3.0
 
 
 def names(directory: Path) -> set[str]:

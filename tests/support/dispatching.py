@@ -274,7 +274,9 @@ def everything(dispatcher: Dispatcher) -> list[Any]:
         (s.number, s.identity, s.applied, s.window, s.held, s.offered, s.accepting, s.oldest_open)
         for s in dispatcher.registry.sessions.values()
     ]
-    requests = [(list(s.answers), s.barred.copy(), list(s.recovered)) for s in dispatcher.registry.sessions.values()]
+    requests = [
+        (list(s.answers), s.barred.copy(), list(s.recovered)) for s in dispatcher.registry.sessions.values()
+    ]
     offers = [
         (offer.giver.number, offer.receiver, offer.ids.tolist())
         for pool in dispatcher.registry.pools.values()
