@@ -100,9 +100,13 @@ class Transport:
         self._ended: str | None = None
         self._last_sent = time.monotonic()
         self._table: SlotTableReader | None = None
-        self._lease = Lease(directory)
+        self._socket = _new_socket(directory)
         try:
-            self._socket = _new_socket(directory)
+            self._lease = Lease(directory)
+        except BaseException:
+            self._socket.close(linger=0)
+            raise
+        try:
             #: What the allocator told of the session and its pool.
             self.session = self._say_hello(self._deadline() if deadline is None else deadline)
             self.number: int = self.session["session"]
