@@ -10,16 +10,12 @@ import contextlib
 import os
 import secrets
 import socket
-import struct
 
 from mambapool.pool import record_lock
 from mambapool.pool.errors import AllocatorUnavailable, RuntimeDirError
 from mambapool.pool.runtime_dir import RuntimeDir, check_socket_path
 
 LEASE_BYTES = 16
-
-# How long the allocator's watcher may take to accept: struct timeval, 2 s.
-_CONNECT_TIMEVAL = struct.pack("@ll", 2, 0)
 
 
 class Lease:
@@ -62,11 +58,10 @@ class Lease:
         path = check_socket_path(self._directory.lease_socket)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            # Not settimeout(): such a connect fails at once while many others wait to be accepted, unix(7).
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _CONNECT_TIMEVAL)
+            # So that a connect fails at once when too many others wait to be accepted: unix(7), EAGAIN.
+            connection.setblocking(False)
             connection.connect(path)
             connection.send(self.name)
-            connection.setblocking(False)
         except OSError as error:
             connection.close()
             raise AllocatorUnavailable(f"nobody watches leases at {path}: {error.strerror or error}") from error

@@ -8,7 +8,6 @@ import secrets
 import shutil
 import signal
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from commands import is_running
 from daemons import SMALL_STATE, Daemon, wait_until
 from fresh_pool import FreshPool, FreshPoolFactory, drain, ids
 from leased_clients import RECLAIM_S, RawClient, RemoteClient, all_free, knows, log_lines, values
-from processes import Child, Children
+from processes import Child, Children, paused
 
 from mambapool.client import Worker
 from mambapool.pool import protocol, record_lock
@@ -315,26 +314,21 @@ def test_two_hundred_sessions_of_one_name_in_a_row_leave_nothing_behind(pool: Fr
     assert sorted(drain(pool.owner.allocator)) == list(range(1, 17))
 
 
-def test_a_client_waits_for_its_turn_to_be_accepted_by_the_watcher(pool: FreshPool) -> None:
-    opened: list[socket.socket] = []
-    attached = threading.Event()
-
-    def attach() -> None:
-        pool.connect()
-        attached.set()
-
-    attaching = threading.Thread(target=attach)
+def test_a_client_is_attached_and_its_death_noticed_although_nobody_accepted_its_connection_at_first(
+    pool: FreshPool, children: Children
+) -> None:
     with contextlib.ExitStack() as stack:
-        with pool.daemon.stopped():
-            while True:
-                opened.append(stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)))
-                opened[-1].setblocking(False)
-                try:
-                    opened[-1].connect(str(pool.daemon.directory.lease_socket))
-                except BlockingIOError:
-                    break  # the backlog is full
+        with paused(pool.daemon):
             before = leases_of(pool)
-            attaching.start()
+            while True:
+                waiting = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                waiting.setblocking(False)
+                try:
+                    waiting.connect(str(pool.daemon.directory.lease_socket))
+                except BlockingIOError:
+                    break  # as many wait as there may
+            remote = RemoteClient(children, pool)
             wait_until(lambda: leases_of(pool) - before, "the client has made its lease")
-        attaching.join(10.0)
-    assert attached.is_set()
+        assert remote.ask("allocator.alloc(2)") == [1, 2]
+        remote.kill()
+        all_free(pool, within=3 * RECLAIM_S)

@@ -55,50 +55,37 @@ def test_keepers_and_states_are_untouched_and_clients_go_on(daemon_factory: Daem
     assert values(daemon.connect().states["temporal"][:, slots]) == {6}
 
 
-FIRST_CALLS: dict[str, Callable[[FreshPool, RemoteClient], None]] = {
-    "alloc": lambda pool, remote: _equal(remote.ask("allocator.alloc(1)"), [9]),
-    "alloc of several": lambda pool, remote: _equal(remote.ask("allocator.alloc(3)"), [9, 10, 11]),
-    "alloc that waits": lambda pool, remote: _equal(remote.ask("allocator.alloc(2, timeout=20.0)"), [9, 10]),
-    "alloc in the open window": lambda pool, remote: _equal(remote.ask("allocator.alloc(1)"), [5]),
-    "the end of the open window": lambda pool, remote: _equal(remote.ask("allocator.alloc_group_end()"), None),
-    "begin": lambda pool, remote: _equal(remote.ask("allocator.alloc_group_begin(2)"), None),
-    "free": lambda pool, remote: _equal(remote.ask("allocator.free([1, 2])"), None),
-    "clear": lambda pool, remote: _equal(remote.ask("allocator.clear()"), None),
-    "available_size": lambda pool, remote: _equal(remote.ask("allocator.available_size()"), 8),
-    "free_slots": lambda pool, remote: _equal(remote.ask("allocator.free_slots"), list(range(9, 17))),
-    "transfer": lambda pool, remote: _transfer(pool, remote),
-    "accept": lambda pool, remote: _equal(remote.ask("worker.accept(timeout=0.1)"), None),
-    "close": lambda pool, remote: _equal(remote.ask("worker.close()"), None),
+#: What a client of sixteen slots asks first, and the answer; it holds 1 to 8, or 1 to 4 and a window of 5 to 8.
+FIRST_CALLS: dict[str, tuple[str, object]] = {
+    "alloc": ("allocator.alloc(1)", [9]),
+    "alloc of several": ("allocator.alloc(3)", [9, 10, 11]),
+    "alloc that waits": ("allocator.alloc(2, timeout=20.0)", [9, 10]),
+    "alloc in the window": ("allocator.alloc(1)", [5]),
+    "end of the window": ("allocator.alloc_group_end()", None),
+    "begin over the window": ("allocator.alloc_group_begin(2)", None),
+    "free": ("allocator.free([1, 2])", None),
+    "clear": ("allocator.clear()", None),
+    "available_size": ("allocator.available_size()", 8),
+    "free_slots": ("allocator.free_slots", list(range(9, 17))),
+    "accept": ("worker.accept(timeout=0.1)", None),
+    "close": ("worker.close()", None),
 }
 
 
-def _equal(found: object, expected: object) -> None:
-    assert found == expected
-
-
-def _transfer(pool: FreshPool, remote: RemoteClient) -> None:
-    assert remote.ask(f"worker.transfer(torch.tensor([1, 2]), to={pool.owner.session})") is None
-    accepted = pool.owner.accept(timeout=10.0)
-    assert ids(accepted) == [1, 2]
-    pool.owner.allocator.free(accepted)  # type: ignore[arg-type]
-
-
 def test_every_call_works_as_the_first_one_after_a_restart(new_pool: FreshPoolFactory, children: Children) -> None:
-    """A client and a pool for each kind of call, over one restart; it holds 1 to 8, or 5 to 8 are in its window."""
+    """A client and a pool for each, over one restart."""
     clients = []
     for call in FIRST_CALLS:
         pool = new_pool(16)
         remote = RemoteClient(children, pool, timeout=20.0)
         assert remote.ask("allocator.alloc(4)") == [1, 2, 3, 4]
-        if call in ("alloc in the open window", "the end of the open window", "begin"):
-            remote.ask("allocator.alloc_group_begin(4)")
-        else:
-            assert remote.ask("allocator.alloc(4)") == [5, 6, 7, 8]
+        remote.ask("allocator.alloc_group_begin(4)" if "window" in call else "allocator.alloc(4)")
         clients.append((call, pool, remote))
     restart(clients[0][1].daemon)
     for call, pool, remote in clients:
-        FIRST_CALLS[call](pool, remote)
-        # And what it holds is whole afterwards: all of it can be freed.
+        expression, answer = FIRST_CALLS[call]
+        assert remote.ask(expression) == answer, call
+        # And what it holds is whole: all of it comes back.
         if call != "close":
             remote.ask("allocator.alloc_group_end()")
             remote.ask("allocator.clear()")
@@ -189,7 +176,7 @@ def test_an_alloc_in_the_outage_waits_and_is_answered(pool: FreshPool) -> None:
 
 def test_a_call_in_the_outage_waits_for_its_timeout_only(pool: FreshPool) -> None:
     worker = pool.connect(timeout=0.3)
-    calls = {
+    calls: dict[str, Callable[[], object]] = {
         "alloc": lambda: worker.allocator.alloc(2),
         "begin": lambda: worker.allocator.alloc_group_begin(2),
         # Not None: that would be an answer.

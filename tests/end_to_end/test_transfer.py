@@ -167,8 +167,10 @@ def test_an_offer_outlives_its_allocator(pool: FreshPool, giver: Worker, receive
     restart(pool.daemon)
     assert receiver.accept() is None
     assert (pool.held_by(giver), pool.held_by(receiver)) == ({1, 3}, {2, 4})
-    receiver.allocator.free(torch.tensor([4, 2]))
-    giver.allocator.free(torch.tensor([1, 3]))
+    giver.transfer(torch.tensor([3]), to=receiver.session)
+    assert ids(receiver.accept(timeout=5.0)) == [3]
+    receiver.allocator.free(torch.tensor([4, 2, 3]))
+    giver.allocator.free(torch.tensor([1]))
     wait_until(lambda: pool.available == 16, "all are free")
 
 

@@ -57,7 +57,9 @@ class Soak:
         self.chance = random.Random(seed)
         self.kills = 0
         self.looks = 0
+        #: From a kill of the allocator to each client's first answered call, and from the next one's ``ready``.
         self.recoveries_ms: list[float] = []
+        self.answers_ms: list[float] = []
         self.wrong: list[str] = []
         #: Place → the epoch that a kill of the allocator ended, and when, in nanoseconds.
         self._waiting: dict[int, tuple[int, int]] = {}
@@ -167,7 +169,13 @@ class Soak:
             then, answered_ns = self._progress.epoch_and_time_ns(place)
             if then > epoch:
                 self.recoveries_ms.append((answered_ns - killed_ns) / 1e6)
+                self.answers_ms.append((answered_ns - self._ready_ns()) / 1e6)
                 del self._waiting[place]
+
+    def _ready_ns(self) -> int:
+        """When the allocator said that it is ready, on the monotonic clock."""
+        since = time.time_ns() - self._daemon.directory.ready.stat().st_mtime_ns
+        return time.monotonic_ns() - since
 
 
 def soak(seconds: float, seed: int) -> int:
@@ -187,7 +195,10 @@ def soak(seconds: float, seed: int) -> int:
     wrong = [json.dumps(fault) for fault in faults] + run.wrong
     for line in wrong:
         print(line)
-    print(f"seed {seed}: {run.looks} audits, {len(run.recoveries_ms)} recoveries measured")
+    print(
+        f"seed {seed}: {run.looks} audits; {len(run.answers_ms)} first answers after a restart, ms: "
+        f"p50 {percentile(run.answers_ms, 0.5):.1f}, p99 {percentile(run.answers_ms, 0.99):.1f}"
+    )
     summary = {
         "seconds": seconds,
         "kills": run.kills,

@@ -155,10 +155,13 @@ class SoakClient:
 
     def take_back_offers(self) -> None:
         """Offers end with their receivers; their slots were never anybody else's."""
+        table = self.table
         for slot, (stamp, generation) in list(self.offers.items()):
-            if self.table.holder_of(slot) != self.worker.session:
+            # In this order: who accepts is written as the holder before the offer ends.
+            offered, holder = table.offered_to(slot), table.holder_of(slot)
+            if holder != self.worker.session:
                 del self.offers[slot]
-            elif not self.table.offered_to(slot) and self.table.generation_of(slot) == generation:
+            elif not offered and table.generation_of(slot) == generation:
                 self.expect(slot, stamp | GIFT)
                 del self.offers[slot]
                 self.stamp(slot)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-import mambapool.client.transport
-import mambapool.pool.protocol
-import mambapool.service.server
+from mambapool.client import transport
+from mambapool.pool import protocol
+from mambapool.service import server
 
-PACKAGES = (mambapool.pool.protocol, mambapool.service.server, mambapool.client.transport)
-SOURCES = sorted(path for module in PACKAGES for path in Path(module.__file__).parent.rglob("*.py"))
+FOLDERS = [Path(str(module.__file__)).parent for module in (protocol, server, transport)]
+SOURCES = sorted(path for folder in FOLDERS for path in folder.rglob("*.py"))
 
 #: Of the wall's clock; ``strftime`` and the like only write it down.
 SETTABLE = {"time", "time_ns", "localtime", "gmtime", "now", "utcnow", "today", "CLOCK_REALTIME"}

@@ -174,7 +174,7 @@ class Killing:
 def killing(lasting_daemon: Daemon, children: Children) -> Iterator[Killing]:
     daemon = lasting_daemon
     # serve gives up over an allocator that lives for moments only, time and again.
-    wait_until(lambda: daemon.status()["uptime_s"] > 2 * SHORT_LIFE_S, "the allocator has lived for a while")
+    wait_until(lambda: daemon.status()["uptime_s"] > 1.1 * SHORT_LIFE_S, "the allocator has lived for a while")
     child = children.start("from soaking import serve_raw_sessions; serve_raw_sessions()")
     made = Killing(daemon, child, [], daemon.allocator_pid)
     for name, verb in VERBS.items():

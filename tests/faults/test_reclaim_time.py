@@ -21,6 +21,8 @@ KILLS = 30
 SLOTS = 100
 #: Ten times the aim, and for the whole of it a machine that does something else too.
 BOUND_MS = 100.0
+#: Leaves the processor to those that are measured.
+LOOK_S = 0.0001
 
 
 def test_a_killed_clients_slots_are_free_within_milliseconds_of_its_locks_release(
@@ -41,10 +43,11 @@ def test_a_killed_clients_slots_are_free_within_milliseconds_of_its_locks_releas
         try:
             os.kill(child.pid, signal.SIGKILL)
             while record_lock.holder(lock) is not None:
-                pass
+                time.sleep(LOOK_S)
             released = time.perf_counter()
             while table.free_count < SLOTS:
                 assert time.perf_counter() - released < 10.0, "the slots did not come back"
+                time.sleep(LOOK_S)
             took_ms.append((time.perf_counter() - released) * 1000)
         finally:
             os.close(lock)

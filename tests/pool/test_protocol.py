@@ -137,7 +137,7 @@ def test_the_longest_body_names_every_slot_once() -> None:
 
 
 def test_operations_have_names_and_numbers_of_their_own() -> None:
-    assert len(set(protocol.OP_NAMES)) == len(set(protocol.OP_NAMES.values())) == 9
+    assert len(set(protocol.OP_NAMES)) == len(set(protocol.OP_NAMES.values())) == 13
     assert all(getattr(protocol, name) == op for op, name in protocol.OP_NAMES.items())
     assert {protocol.OP_NAMES[op] for op in protocol.POSTED_OPS} == {"FREE", "END", "CLEAR", "CANCEL"}
 
@@ -148,6 +148,7 @@ SLOT_ERRORS = [
     errors.ReservedSlot,
     errors.SlotOutOfRange,
     errors.DuplicateSlot,
+    errors.InvalidSlots,
 ]
 TEXT_ERRORS = [
     errors.ProtocolError,
@@ -155,6 +156,8 @@ TEXT_ERRORS = [
     errors.UnknownPool,
     errors.GeometryMismatch,
     errors.AllocatorUnavailable,
+    errors.GuaranteeExceeded,
+    errors.PoolLost,
 ]
 
 
@@ -185,7 +188,7 @@ def test_a_refusal_with_a_text_arrives_as_the_same_exception(kind: type[errors.M
     assert (type(error), str(error)) == (kind, "no")
 
 
-@pytest.mark.parametrize("kind", [errors.RuntimeDirError, errors.NotEnoughMemory, errors.PoolLost])
+@pytest.mark.parametrize("kind", [errors.RuntimeDirError, errors.NotEnoughMemory, errors.ClientClosed])
 def test_what_only_the_allocator_can_mend_arrives_as_refused(kind: type[errors.MambaPoolError]) -> None:
     assert protocol.error_payload(kind("no room")) == [protocol.REFUSED, "no room"]
     assert type(over_the_wire(kind("no room"))) is errors.AllocatorUnavailable

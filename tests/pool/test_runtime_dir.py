@@ -108,7 +108,7 @@ def test_a_new_directory_is_its_owners_alone(runtime_dir: Path) -> None:
         RuntimeDir.for_server(runtime_dir)
     finally:
         os.umask(before)
-    assert mode(runtime_dir) == 0o700
+    assert mode(runtime_dir) == mode(runtime_dir / "leases") == 0o700
 
 
 def test_a_directory_that_others_may_read_is_taken_as_it_is(runtime_dir: Path) -> None:
@@ -180,6 +180,8 @@ def test_every_file_lies_in_the_directory_under_its_name(directory: RuntimeDir) 
     assert directory.keeper_socket("a-b", 3) == path / "keeper-a-b-3.sock"
     assert directory.keeper_lock("a-b", 3) == path / "keeper-a-b-3.lock"
     assert directory.slot_table("a-b") == path / "a-b.table"
+    assert directory.lease_socket == path / "lease.sock"
+    assert directory.lease(bytes(range(16))) == path / "leases" / "000102030405060708090a0b0c0d0e0f"
     assert {directory.serve_lock, directory.allocator_lock} == {path / "serve.lock", path / "allocator.lock"}
 
 
@@ -220,7 +222,7 @@ def test_what_ready_says_is_read_back(directory: RuntimeDir) -> None:
     directory.write_ready(content)
     assert directory.read_ready() == content
     assert json.loads(directory.ready.read_text()) == content
-    assert os.listdir(directory.path) == ["ready"]
+    assert {path.name for path in directory.path.iterdir()} == {"ready", "leases"}
 
 
 def test_ready_is_replaced_whole(directory: RuntimeDir) -> None:

@@ -19,7 +19,7 @@ SIZE_BYTES = 16384
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A table as ``docs/protocol.md`` describes it, by its numbers: 5 slots, 2 sessions; 2 and 4 are held."""
+    """A table as ``docs/protocol.md`` describes it, by its numbers: 5 slots, 2 sessions; 2 and 4 are held, 4 is offered."""
     table = np.zeros(4096, "<u8")
     table[:1] = np.frombuffer(b"MAMBPOOL", "<u8")
     table[1] = 1
@@ -34,6 +34,7 @@ def path(tmp_path: Path) -> Path:
     table[rows : rows + 6] = 0, 0, 31 << 8 | 1, 0, 31 << 8 | 1, 0
     table[rows + 2 * 6 :][:6] = 0, 1, 2, 3, 4, 5
     table[rows + 3 * 6 :][:6] = 0, 40, 3, 10, 4, 25
+    table[rows + 4 * 6 :][:6] = 0, 0, 0, 0, 32, 0
     path = tmp_path / "default.table"
     table[: SIZE_BYTES // 8].tofile(path)
     return path
@@ -68,12 +69,23 @@ def test_the_record_has_room_for_the_largest_change() -> None:
         assert TableLayout(slots, 1).redo_words >= 2 + (4 + ids) + (3 + ids + slots) + 3 * 8
 
 
+def test_the_record_has_room_for_the_end_of_a_session_that_holds_and_is_offered_everything() -> None:
+    """Every slot of others is offered to it alone: 3 words each. Its own are not offered, freed, and the list is new."""
+    for slots in (1, 2, 1000, 2**20):
+        for held in (0, slots // 2, slots):
+            ids, every_id = (held + 1) // 2, (slots + 1) // 2
+            needed = 2 + 3 * (slots - held) + (2 + ids) + (4 + ids) + (4 + every_id) + 3 * 8
+            assert TableLayout(slots, 1).redo_words >= needed
+
+
 def test_a_table_is_read_as_it_is_documented(reader: SlotTableReader) -> None:
     assert reader.layout == TableLayout(SLOTS, MAX_SESSIONS)
     assert (reader.epoch, reader.free_count) == (77, 3)
     assert reader.applied_and_free(1) == (12, 3)
     assert [reader.holder_of(slot) for slot in range(6)] == [0, 0, 31, 0, 31, 0]
+    assert [reader.offered_to(slot) for slot in range(6)] == [0, 0, 0, 0, 32, 0]
     assert [reader.generation_of(slot) for slot in range(6)] == [0, 1, 2, 3, 4, 5]
+    assert [reader.session_number(row) for row in range(2)] == [0, 31]
     assert reader.items[reader.layout.field(st.OWNER) + 2] == owner_word(31)
 
 
@@ -120,6 +132,7 @@ def truncate(size: int) -> Callable[[Path], object]:
         (truncate(8192), ProtocolError, "has 8192 bytes, its header says 16384"),
         (truncate(100), ProtocolError, "is no slot table: 100 bytes"),
         (truncate(0), ProtocolError, "is no slot table: 0 bytes"),
+        (lambda path: (path.unlink(), path.mkdir()), ProtocolError, "is no slot table"),
         (Path.unlink, RuntimeDirError, "cannot open the slot table .*No such file"),
     ],
 )

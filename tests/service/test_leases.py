@@ -93,7 +93,7 @@ def test_what_nobody_holds_is_refused_and_leaves_no_descriptor(directory: Runtim
     directory.lease(name).touch()
     with pytest.raises(ProtocolError, match=f"nobody holds the lease {name.hex()}"):
         open_lease(directory, name)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 @pytest.mark.parametrize("kind", ["directory", "fifo", "link to a held one"])
@@ -111,7 +111,7 @@ def test_what_is_no_file_of_its_own_is_refused_without_waiting(
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ProtocolError, match=f"no lease {name.hex()}"):
         open_lease(directory, name)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_dead_ones_file_is_removed_a_living_ones_is_left(

@@ -147,6 +147,65 @@ def test_releasing_who_holds_nothing_changes_nothing(ledger: Ledger) -> None:
     assert ledger.held_by(A).tolist() == [1, 2]
 
 
+def test_an_offered_slot_is_its_holders_and_cannot_be_freed_or_offered_again(ledger: Ledger) -> None:
+    take(ledger, 6, A)
+    take(ledger, 2, B)
+    ledger.offer(array([4, 2]), A)
+    assert (ledger.holder_of(2), ledger.held_by(A).tolist()) == (A, [1, 2, 3, 4, 5, 6])
+    for call in (ledger.give_back, ledger.offer):
+        with pytest.raises(errors.NotHolder, match="slots 2, 4 are offered to another session") as caught:
+            call(array([1, 2, 7, 4]), A)
+        assert caught.value.slots == (2, 4)
+    with pytest.raises(errors.NotHolder):
+        ledger.give_back_one(4, A)
+    ledger.give_back(array([1, 3]), A)
+    ledger.check()
+
+
+def test_an_offer_that_ends_leaves_a_slot_its_holders(ledger: Ledger) -> None:
+    take(ledger, 4, A)
+    ledger.offer(array([4, 2]), A)
+    ledger.withdraw(array([4, 2]), A)
+    ledger.give_back(array([1, 2, 3, 4]), A)
+    assert free_list(ledger)[-4:] == [1, 2, 3, 4]
+    ledger.check()
+
+
+def test_an_accepted_slot_is_the_other_ones(ledger: Ledger) -> None:
+    take(ledger, 4, A)
+    ledger.offer(array([4, 2]), A)
+    ledger.hand_over(array([4, 2]), B)
+    assert (ledger.held_by(A).tolist(), ledger.held_by(B).tolist()) == ([1, 3], [2, 4])
+    with pytest.raises(errors.NotHolder, match=f"slots 2 are held by {B}, not by {A}"):
+        ledger.give_back_one(2, A)
+    ledger.give_back(array([4, 2]), B)
+    assert ledger.generation_of(4) == 1
+    ledger.check()
+
+
+def test_a_released_holders_offered_slots_are_free_too(ledger: Ledger) -> None:
+    take(ledger, 4, A)
+    ledger.offer(array([4, 2]), A)
+    assert ledger.release(A).tolist() == [1, 2, 3, 4]
+    assert free_list(ledger) == list(range(1, SLOTS + 1))
+    ledger.check()
+
+
+def test_a_ledger_is_restored_from_holders_orders_and_generations(ledger: Ledger) -> None:
+    take(ledger, 20, A)
+    ledger.give_back(array([7, 3, 5]), A)
+    holders = np.array([0, *(ledger.holder_of(slot) for slot in range(1, SLOTS + 1))], np.int32)
+    orders = np.arange(SLOTS + 1, dtype=np.uint64)
+    orders[[7, 3, 5]] = SLOTS + 1 + np.arange(3, dtype=np.uint64)
+    restored = Ledger.restore(holders, orders, ledger.generation)
+    restored.check()
+    assert free_list(restored) == free_list(ledger)
+    assert restored.held_by(A).tolist() == ledger.held_by(A).tolist()
+    assert restored.next_order == ledger.next_order
+    assert take(restored, 23, B) == take(ledger, 23, B)
+    assert restored.generation.tolist() == ledger.generation.tolist()
+
+
 def test_order_numbers_grow_by_one_per_freed_slot(ledger: Ledger) -> None:
     assert ledger.next_order == SLOTS + 1
     ledger.give_back(array(take(ledger, 20, A)), A)

@@ -13,7 +13,7 @@ from mambapool.pool.layout import Geometry, TensorSpec
 from mambapool.pool.slot_table import SlotTableReader
 from mambapool.service.ledger import Ids
 from mambapool.service.pools import Pool, Shard
-from mambapool.service.sessions import Session
+from mambapool.service.sessions import GUARANTEE_REQUEST, Session
 
 
 @pytest.fixture(autouse=True)
@@ -44,12 +44,25 @@ def session_words(reader: SlotTableReader, session: Session) -> list[int]:
     return words
 
 
-def test_an_attached_session_is_written_with_its_lease_and_rank(pool: Pool, reader: SlotTableReader) -> None:
-    session = make_session(pool, 3)
-    session.rank = 2
+def test_an_attached_session_is_written_with_all_that_is_durable_of_it(
+    pool: Pool, reader: SlotTableReader
+) -> None:
+    session = make_session(pool, 3, rank=2, guarantee=5, limit=7)
     words = session_words(reader, session)
     assert words[st.S_NUMBER] == 3
     assert np.array(words[st.S_LEASE : st.S_LEASE + 2], np.uint64).tobytes() == session.lease.name
+    assert words[st.S_APPLIED : st.S_NAME] == [0, 0, 2, 0, 5, 7, 4003]
+    assert np.array(words[st.S_NAME :], np.uint64).tobytes() == b"engine-3".ljust(48, b"\0")
+    assert reader.items[st.H_NEXT_SESSION] == 4
+    (row,) = pool.table.sessions()
+    assert (row.lease, row.name, row.pid, row.rank) == (session.lease.name, "engine-3", 4003, 2)
+    assert (row.number, row.row, row.guarantee, row.limit, row.applied, row.window) == (3, 0, 5, 7, 0, 0)
+
+
+def test_a_long_name_is_cut_off_at_a_whole_letter(pool: Pool) -> None:
+    make_session(pool, name="x" + "ä" * 40)
+    (row,) = pool.table.sessions()
+    assert row.name == "x" + "ä" * 23
 
 
 def test_a_row_that_is_used_again_has_nothing_of_the_session_before(pool: Pool, reader: SlotTableReader) -> None:
@@ -156,22 +169,93 @@ def test_nothing_is_granted_when_fewer_are_free(pool: Pool, reader: SlotTableRea
     assert reader.free_count == 0
 
 
+def test_more_than_the_limit_is_not_granted_however_much_is_free(pool: Pool) -> None:
+    session = make_session(pool, limit=5)
+    take(pool, session, 3)
+    assert pool.grant(session, 3, 6) is None
+    assert take(pool, session, 2) == [4, 5]
+    assert pool.grant(session, 1, 6) is None
+    pool.give_back(session, 4, 1)
+    assert take(pool, session, 1) == [6]
+
+
+def test_a_guarantee_is_what_the_first_request_granted_in_list_order(pool: Pool) -> None:
+    session, other = make_session(pool, 1, guarantee=4), make_session(pool, 2)
+    pool.give_back(other, array(*take(pool, other, 16)[::-1]), 1)
+    assert take(pool, session, 4, request_id=GUARANTEE_REQUEST) == [16, 15, 14, 13]
+    take(pool, session, 2)
+    assert pool.guaranteed_ids(session).tolist() == [16, 15, 14, 13]
+
+
+def test_offers_move_whole_and_change_nothing_else(pool: Pool, reader: SlotTableReader) -> None:
+    first, second = make_session(pool, 1), make_session(pool, 2)
+    take(pool, first, 6)
+    pool.offer(first, array(6, 2, 4), 2)
+    assert [reader.offered_to(slot) for slot in range(1, 7)] == [0, 2, 0, 2, 0, 2]
+    assert (first.held, first.offered) == (6, 3)
+    assert pool.is_offered(first, array(2, 4, 6), 2)
+    assert not pool.is_offered(first, array(2, 4), 2)
+    assert pool.accept(first, 9) is None
+    accepted = pool.accept(second, 9)
+    assert accepted is not None
+    assert accepted.tolist() == [2, 4, 6]
+    assert [reader.holder_of(slot) for slot in range(1, 7)] == [1, 2, 1, 2, 1, 2]
+    assert not pool.table.offers.any()
+    assert (first.held, first.offered, second.held) == (3, 0, 3)
+    assert pool.still_granted(second, accepted, 9).tolist() == [2, 4, 6]
+
+
+def test_the_end_of_a_session_ends_its_offers_and_those_to_it_in_one_commit(
+    pool: Pool, reader: SlotTableReader
+) -> None:
+    first, second, third = (make_session(pool, number) for number in (1, 2, 3))
+    take(pool, first, 3)
+    take(pool, second, 3)
+    pool.offer(first, array(1), 2)
+    pool.offer(second, array(4, 5), 1)
+    pool.offer(first, array(3), 3)
+    pool.offer(first, array(2), 2)
+    before = reader.items[st.H_SEQ]
+    assert pool.detach(second).tolist() == [4, 5, 6]
+    assert reader.items[st.H_SEQ] == before + 1
+    assert [reader.offered_to(slot) for slot in range(1, 7)] == [0, 0, 3, 0, 0, 0]
+    assert (first.held, first.offered, third.held) == (3, 1, 0)
+
+
+def test_a_lost_pool_says_so_in_its_table(pool: Pool, reader: SlotTableReader) -> None:
+    pool.lose("its keeper died")
+    assert (reader.items[st.H_LOST], pool.lost) == (1, "its keeper died")
+
+
+def test_the_check_finds_an_offer_that_the_table_does_not_have(pool: Pool) -> None:
+    first, _second = make_session(pool, 1), make_session(pool, 2)
+    take(pool, first, 2)
+    pool.offer(first, array(1), 2)
+    offers, pool.offers = pool.offers, []
+    with pytest.raises(AssertionError, match="the slot table and the offers differ"):
+        pool.check()
+    pool.offers = offers
+
+
 def test_status_counts_slots_by_what_they_are(tmp_path: Path) -> None:
     geometry = Geometry((TensorSpec.parse("conv=bfloat16:2x6x3"),))
     shards = [Shard(f"keeper-p-{rank}.sock", bytes(16)) for rank in range(2)]
     pool = make_pool(tmp_path, 10, "p", geometry=geometry, shards=shards)
-    session = make_session(pool, 5)
+    session, receiver = make_session(pool, 5), make_session(pool, 6)
     take(pool, session, 2)
     take(pool, session, 3, request_id=8)
     pool.open_window(session, 8)
+    pool.offer(session, array(2), 6)
+    pool.detach(receiver)
+    pool.offer(session, array(1), make_session(pool, 7, limit=4, guarantee=3, rank=1).number)
     pool.commit()
     assert pool.status(now=0.0) == {
         "name": "p",
         "slots": 10,
         "free": 5,
-        "held": 2,
+        "held": 1,
         "windows": 3,
-        "offered": 0,
+        "offered": 1,
         "quarantined": 0,
         "waiting": 0,
         "lost": None,
@@ -186,12 +270,25 @@ def test_status_counts_slots_by_what_they_are(tmp_path: Path) -> None:
                 "group": None,
                 "rank": 0,
                 "state": "live",
-                "held": 2,
+                "held": 1,
                 "windows": 3,
-                "offered": 0,
+                "offered": 1,
                 "guarantee": 0,
                 "limit": 10,
-            }
+            },
+            {
+                "session": 7,
+                "name": "engine-7",
+                "pid": 4007,
+                "group": None,
+                "rank": 1,
+                "state": "live",
+                "held": 0,
+                "windows": 0,
+                "offered": 0,
+                "guarantee": 3,
+                "limit": 4,
+            },
         ],
     }
 

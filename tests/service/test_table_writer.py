@@ -193,8 +193,12 @@ class Watched:
         self._items[key] = value
 
 
-def change(pool: Pool, session: Session, count: int) -> None:
-    """One commit that frees ``count`` slots, grants as many and opens a window."""
+def nothing(_pool: Pool, _session: Session, _count: int) -> None:
+    pass
+
+
+def free_and_grant(pool: Pool, session: Session, count: int) -> None:
+    """Free ``count`` slots, grant as many and open a window."""
     held = pool.ledger.held_by(session.number)
     pool.give_back(session, held[:count], session.applied + 1)
     pool.grant(session, count, 8)
@@ -202,11 +206,43 @@ def change(pool: Pool, session: Session, count: int) -> None:
     pool.commit()
 
 
+def offer(pool: Pool, session: Session, count: int) -> None:
+    pool.offer(session, pool.ledger.held_by(session.number)[:count], 2)
+
+
+def accept(pool: Pool, _session: Session, _count: int) -> None:
+    pool.accept(pool.sessions[2], 9)
+
+
+def end_giver(pool: Pool, session: Session, _count: int) -> None:
+    pool.detach(session)
+
+
+def end_receiver(pool: Pool, _session: Session, _count: int) -> None:
+    pool.detach(pool.sessions[2])
+
+
+Change = Callable[[Pool, Session, int], None]
+
+#: What comes before, and a change of one commit, of a session that holds 30 slots beside another one that holds none.
+CHANGES: dict[str, tuple[Change, Change]] = {
+    "frees, grants and a window": (nothing, free_and_grant),
+    "an offer": (nothing, offer),
+    "an accept": (offer, accept),
+    "the end of a giver": (offer, end_giver),
+    "the end of a receiver": (offer, end_receiver),
+}
+every_change = pytest.mark.parametrize(("prepare", "change"), CHANGES.values(), ids=CHANGES.keys())
+
+
+@every_change
 @pytest.mark.parametrize("count", BATCHES)
 def test_record_then_seq_then_rows_then_done(
-    pool: Pool, session: Session, monkeypatch: pytest.MonkeyPatch, count: int
+    pool: Pool, session: Session, monkeypatch: pytest.MonkeyPatch, count: int, prepare: Change, change: Change
 ) -> None:
     take(pool, session, 30)
+    make_session(pool, 2)
+    prepare(pool, session, count)
     table = TableFile(pool.table)
     redo = pool.table.layout.redo
     images: list[tuple[int, Words]] = []
@@ -226,11 +262,14 @@ def test_record_then_seq_then_rows_then_done(
     assert after[st.H_SEQ] == after[st.H_DONE] == before[st.H_SEQ] + 1
 
 
+@every_change
 @pytest.mark.parametrize("count", BATCHES)
 def test_a_record_applied_again_over_any_half_of_itself_ends_the_same(
-    pool: Pool, session: Session, count: int
+    pool: Pool, session: Session, count: int, prepare: Change, change: Change
 ) -> None:
     take(pool, session, 30)
+    make_session(pool, 2)
+    prepare(pool, session, count)
     table = TableFile(pool.table)
     before = table.words()
     change(pool, session, count)

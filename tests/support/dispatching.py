@@ -107,19 +107,17 @@ def make_registry(directory: Path, *pools: Pool, leases: TestLeases | None = Non
     return Registry(pools, make, leases or TestLeases())
 
 
-def make_session(pool: Pool, number: int = 1) -> Session:
-    """A session attached to ``pool`` without a dispatcher."""
-    session = Session(
-        number=number,
-        row=pool.rows.take(),
-        lease=TestLeases().open(number.to_bytes(16, "little")),
-        limit=pool.slots,
-        name=f"engine-{number}",
-        pid=4000 + number,
-        rank=0,
-        identity=b"zmq-%d" % number,
-        pool=pool,
-    )
+def make_session(pool: Pool, number: int = 1, **options: Any) -> Session:
+    """A session attached to ``pool`` without a dispatcher; ``options`` override its fields."""
+    usual: dict[str, Any] = {
+        "lease": TestLeases().open(number.to_bytes(16, "little")),
+        "limit": pool.slots,
+        "name": f"engine-{number}",
+        "pid": 4000 + number,
+        "rank": 0,
+        "identity": b"zmq-%d" % number,
+    }
+    session = Session(number=number, row=pool.rows.take(), pool=pool, **(usual | options))
     pool.attach(session)
     return session
 
@@ -315,9 +313,10 @@ class TableFile:
         self._words[st.H_DONE] = before[st.H_DONE]
 
     def apply_record_again(self) -> None:
-        """What a recovery does when ``seq`` and ``done`` differ."""
-        self._writer._apply()
-        self._words[st.H_DONE] = self._words[st.H_SEQ]
+        """What a recovery does when ``seq`` and ``done`` differ; done here when they do not, too."""
+        if self._words[st.H_DONE] == self._words[st.H_SEQ]:
+            self._words[st.H_DONE] -= np.uint64(1)
+        self._writer._finish()
 
 
 def write_busily(directory: Path, stop: multiprocessing.synchronize.Event) -> None:

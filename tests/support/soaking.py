@@ -9,18 +9,20 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import zmq
 from commands import children_of
-from processes import Child
 
 from mambapool.client.lease import Lease
 from mambapool.pool import protocol
 from mambapool.pool import slot_table as st
 from mambapool.pool.runtime_dir import RuntimeDir
+
+if TYPE_CHECKING:
+    from processes import Child  # brings pytest, which takes a script a third of a second
 
 WAIT_S = 20.0
 
@@ -189,8 +191,8 @@ def serve_raw_sessions() -> None:
 
 
 class Progress:
-    """A page that clients write and the soak reads: per place the session, the epoch as it was before its last
-    answered call, and when that was answered, in nanoseconds of the monotonic clock."""
+    """A page that clients write and the soak reads: per place the session, the epoch as it was before a call that was
+    answered, and when the first such call of that epoch was, in nanoseconds of the monotonic clock."""
 
     WORDS = 3
 
@@ -201,7 +203,8 @@ class Progress:
         self._words = words.reshape(places, self.WORDS)
 
     def answered(self, place: int, session: int, epoch: int) -> None:
-        self._words[place] = session, epoch, time.monotonic_ns()
+        if self._words[place, 0] != session or self._words[place, 1] != epoch:
+            self._words[place] = session, epoch, time.monotonic_ns()
 
     def epoch_and_time_ns(self, place: int) -> tuple[int, int]:
         _, epoch, when = self._words[place].tolist()

@@ -24,10 +24,17 @@ def check_table(path: Path, pool: dict[str, Any]) -> None:
     free = np.flatnonzero(owners[1:] == 0) + 1
     assert len(free) == table.free_count == pool["free"]
     assert len(np.unique(orders[free])) == len(free), "two free slots have one place in the list"
-    assert not offered.any()
-    held = owners[owners != 0]
-    assert ((held & np.uint64(0xFF)) == st.HELD).all()
-    by_session = dict(zip(*(a.tolist() for a in np.unique(held >> np.uint64(8), return_counts=True)), strict=True))
-    expected = {h["session"]: h["held"] + h["windows"] for h in pool["holders"] if h["held"] + h["windows"]}
-    assert by_session == expected
+    assert ((owners[owners != 0] & np.uint64(0xFF)) == st.HELD).all()
+    holders = owners >> np.uint64(8)
+    counts = {h["session"]: (h["held"] + h["windows"] + h["offered"], h["offered"]) for h in pool["holders"]}
+    assert _by_session(holders) == {session: held for session, (held, _) in counts.items() if held}
+    assert _by_session(holders[offered != 0]) == {session: n for session, (_, n) in counts.items() if n}
+    assert set(offered[offered != 0].tolist()) <= counts.keys(), "a slot is offered to nobody"
+    assert not ((offered != 0) & (offered == holders)).any(), "a slot is offered to its holder"
     assert ((generations[1:] > 0) | (owners[1:] == 0)).all(), "a slot is held that was never handed out"
+
+
+def _by_session(holders: st.Words) -> dict[int, int]:
+    """How many rows each session has."""
+    sessions, counts = np.unique(holders[holders != 0], return_counts=True)
+    return dict(zip(sessions.tolist(), counts.tolist(), strict=True))
