@@ -225,9 +225,10 @@ class Pool:
         return self._granted_to(session, GUARANTEE_REQUEST)
 
     def still_granted(self, session: Session, granted: int | Ids, request_id: int) -> Ids:
-        """Those of a reply's slots that its session still holds by that very request."""
+        """Those of a reply's slots that its session still holds by that very request and has not offered."""
         ids = np.array([granted], np.int32) if isinstance(granted, int) else granted
-        return ids[self.table.granted_by(ids, st.owner_word(session.number), request_id)]
+        still = self.table.granted_by(ids, st.owner_word(session.number), request_id)
+        return ids[still & (self.table.offers[ids] == 0)]
 
     def windows(self) -> dict[int, int]:
         """Session number → slots in its open window. Looks at every slot."""

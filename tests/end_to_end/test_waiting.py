@@ -163,6 +163,7 @@ def test_while_somebody_waits_nobody_overtakes(pool: FreshPool, holder: SlotAllo
     holder.free(torch.tensor([1]))
     assert waiting.granted() == [15, 16, 1]
     holder.free(torch.tensor([2]))
+    wait_until(lambda: pool.available == 1, "nobody waits any more")
     assert ids(other.alloc(1)) == [2]
 
 

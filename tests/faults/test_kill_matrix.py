@@ -17,7 +17,7 @@ import pytest
 from daemons import Daemon, wait_until
 from leased_clients import successor_of
 from processes import Child, Children
-from soaking import RawSession, RemoteSession, applied, audit, holders
+from soaking import RawSession, RemoteSession, applied, audit, holders, sessions
 
 from mambapool.pool import protocol
 from mambapool.pool import slot_table as st
@@ -254,9 +254,9 @@ def come_back(scene: Scene, point: str) -> None:
 def account_for(scene: Scene) -> None:
     """Only the witness is left: what it holds is its own, all the rest is free, and each slot is there once."""
     witness = scene.witness
-    wait_until(
-        lambda: set(holders(scene.table)) <= {0, witness.number}, f"{scene.name}: the client's slots are free"
-    )
+    # Its last message may be applied only now: what it holds is final when it is attached no more.
+    wait_until(lambda: set(sessions(scene.table)) == {witness.number}, f"{scene.name}: the client's session ends")
+    assert set(holders(scene.table)) <= {0, witness.number}, f"{scene.name}: the dead hold slots"
     held = [slot for slot, holder in enumerate(holders(scene.table)) if holder == witness.number]
     if scene.name == "accept":  # given, or still the giver's: the client may have died before or after
         assert held in (sorted(scene.own), sorted(scene.own[:WITNESSED]))

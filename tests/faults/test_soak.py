@@ -27,7 +27,7 @@ def run_soak(seconds: float, seed: int, **environment: str) -> tuple[int, dict[s
 
 
 def test_nothing_is_lost_or_doubled_while_processes_are_killed(record_property: RecordProperty) -> None:
-    status, summary, printed = run_soak(8, seed=7)
+    status, summary, printed = run_soak(7, seed=7)
     record_property("soak", summary)
     assert status == 0, printed
     assert list(summary) == ["seconds", "kills", "lost", "doubled", "recovery_p50_ms", "recovery_p99_ms"]
@@ -37,6 +37,6 @@ def test_nothing_is_lost_or_doubled_while_processes_are_killed(record_property: 
 
 
 def test_a_slot_that_is_granted_twice_is_found() -> None:
-    status, summary, printed = run_soak(4, seed=1, MAMBAPOOL_FAULT="double-grant:100")
+    status, summary, printed = run_soak(3, seed=1, MAMBAPOOL_FAULT="double-grant:100")
     assert status == 1, printed
     assert summary["doubled"] > 0, printed

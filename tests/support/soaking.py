@@ -236,13 +236,17 @@ def holders(table: st.SlotTableReader) -> list[int]:
     return listed
 
 
+def sessions(table: st.SlotTableReader) -> dict[int, int]:
+    """Who is attached, by number → row."""
+    layout = table.layout
+    words = table.words[layout.sessions :][: layout.max_sessions * st.SESSION_WORDS]
+    numbers = words[st.S_NUMBER :: st.SESSION_WORDS]
+    return {int(numbers[row]): int(row) for row in np.flatnonzero(numbers)}
+
+
 def applied(table: st.SlotTableReader, session: int) -> int:
-    """Number of the last posted message of a session that was applied; -1: there is no such session."""
-    for row in range(table.layout.max_sessions):
-        at = table.layout.session(row)
-        if table.items[at + st.S_NUMBER] == session:
-            return table.items[at + st.S_APPLIED]
-    return -1
+    """Number of the last posted message of a session that was applied."""
+    return table.items[table.layout.session(sessions(table)[session]) + st.S_APPLIED]
 
 
 def audit(table: st.SlotTableReader) -> bool:
@@ -255,15 +259,15 @@ def audit(table: st.SlotTableReader) -> bool:
     owners, _, generations, orders, offers = (
         words[layout.field(field) :][: layout.slots + 1] for field in range(st.ROW_FIELDS)
     )
-    sessions = words[layout.sessions :][: layout.max_sessions * st.SESSION_WORDS : st.SESSION_WORDS]
+    attached = set(words[layout.sessions :][: layout.max_sessions * st.SESSION_WORDS : st.SESSION_WORDS].tolist())
     free = np.flatnonzero(owners[1:] == 0) + 1
     assert owners[0] == generations[0] == offers[0] == 0, "the reserved row was handed out"
     assert len(free) == words[st.H_FREE_COUNT], f"{len(free)} rows are free, {words[st.H_FREE_COUNT]} counted"
     assert len(np.unique(orders[free])) == len(free), "two free slots have one place in the list"
-    strangers = set((owners[owners != 0] >> np.uint64(8)).tolist()) - set(sessions.tolist())
+    strangers = set((owners[owners != 0] >> np.uint64(8)).tolist()) - attached
     assert not strangers, f"sessions {strangers} hold slots and are not attached"
     assert not offers[free].any(), "a free slot is on offer"
-    missed = set(offers[offers != 0].tolist()) - set(sessions.tolist())
+    missed = set(offers[offers != 0].tolist()) - attached
     assert not missed, f"slots are offered to sessions {missed}, which are not attached"
     return True
 
