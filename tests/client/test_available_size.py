@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from daemons import wait_until
 from fresh_pool import FreshPool, FreshPoolFactory, granted, ids
 from processes import Child, Children, paused
 

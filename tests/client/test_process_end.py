@@ -12,8 +12,9 @@ from daemons import Daemon, wait_until
 from fresh_pool import FreshPool, FreshPoolFactory, drain
 from processes import Child, Children, paused
 
-#: From a script's last line to the end of its process.
-END_S = 2.0
+#: From a script's last line to the end of its process: two seconds are promised, and the interpreter's own end,
+#: a third of a second for torch alone, may take one more on a busy machine.
+END_S = 3.0
 
 SCRIPT = """
     import gc, sys, time

@@ -47,11 +47,12 @@ STATES = """
 
 
 def test_three_processes_see_one_anothers_writes_at_once(daemon: Daemon, children: Children) -> None:
-    processes = [children.start(STATES, daemon.dir) for _ in range(3)]
-    slots = [int(process.hear()) for process in processes]
-    assert slots == [1, 2, 3]
+    processes = []
+    for slot in (1, 2, 3):
+        processes.append(children.start(STATES, daemon.dir))
+        assert processes[-1].hear() == str(slot)
     for value in range(1, 4):
-        for writer, slot in zip(processes, slots, strict=True):
+        for slot, writer in enumerate(processes, 1):
             writer.say(f"write {slot} {value * slot}")
             assert writer.hear() == f"[{value * slot}.0]"
             for reader in processes:
