@@ -109,10 +109,11 @@ class Soak:
         return set(reply[1])
 
     def close(self) -> None:
-        for child in self._clients.values():
-            child.close()
-        self._daemon.close()
-        self._zygote.close()
+        with contextlib.ExitStack() as all_of_them:
+            all_of_them.callback(self._zygote.close)
+            all_of_them.callback(self._daemon.close)
+            for child in self._clients.values():
+                all_of_them.callback(child.close)
 
     @property
     def log(self) -> str:
