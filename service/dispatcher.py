@@ -20,7 +20,7 @@ from mambapool.service.posted import PostedMessages
 from mambapool.service.registry import Registry
 from mambapool.service.replies import Replies
 from mambapool.service.requests import Requests
-from mambapool.service.sessions import Session
+from mambapool.service.sessions import GUARANTEE_REQUEST, Session
 from mambapool.service.turns import Turns
 from mambapool.service.waiting import Waiter
 
@@ -134,6 +134,9 @@ class Dispatcher:
 
     def _guarantee(self, pool: Pool, session: Session) -> bool:
         """Grant a session's guarantee whole, now or, if False, as soon as its turn comes."""
+        if not pool.waiting and pool.grant(session, session.guarantee, GUARANTEE_REQUEST) is not None:
+            pool.commit()
+            return True
         if pool.waiting.find(session, protocol.HELLO) is None:
             pool.waiting.add(Waiter(session, protocol.HELLO, protocol.HELLO, session.guarantee))
         self._turns.serve(pool, silently=session)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from pathlib import Path
 from typing import Protocol
 
 from mambapool.pool import record_lock
-from mambapool.pool.errors import ProtocolError
+from mambapool.pool.errors import AllocatorUnavailable, ProtocolError
 from mambapool.pool.runtime_dir import RuntimeDir
 
 
@@ -86,6 +87,8 @@ def open_lease(directory: RuntimeDir, name: bytes) -> WatchedLock:
     try:
         lease = WatchedLock(name, directory.lease(name))
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise AllocatorUnavailable("the allocator has no file descriptor left for another session") from error
         raise ProtocolError(f"no lease {name.hex()} in the runtime directory: {error}") from error
     if not lease.is_held():
         lease.close()

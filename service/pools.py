@@ -228,7 +228,8 @@ class Pool:
         """Those of a reply's slots that its session still holds by that very request and has not offered."""
         ids = np.array([granted], np.int32) if isinstance(granted, int) else granted
         still = self.table.granted_by(ids, st.owner_word(session.number), request_id)
-        return ids[still & (self.table.offers[ids] == 0)]
+        plain: Ids = ids[still & (self.table.offers[ids] == 0)]
+        return plain
 
     def windows(self) -> dict[int, int]:
         """Session number → slots in its open window. Looks at every slot."""

@@ -91,7 +91,7 @@ def serve(config: ServeConfig, announce: Callable[[RuntimeDir, dict[str, Any]], 
 
     An allocator that crashes is brought back: the states stay in the keepers, the slots with their holders.
     Raises :class:`PoolLost` when a keeper ends by itself, for the states in it are gone, and
-    :class:`AllocatorUnavailable` when the allocator keeps crashing; the others are ended then. Has to run in
+    :class:`MambaPoolError` when the allocator keeps crashing; the others are ended then. Has to run in
     the main thread.
     """
     stop = _Stop()
@@ -141,10 +141,10 @@ class Crashes:
         self._short_lives = 0
 
     def another(self, lived_s: float, how: str) -> float:
-        """Seconds to wait after one that answered for so long; :class:`AllocatorUnavailable` when it is hopeless."""
+        """Seconds to wait after one that answered for so long; :class:`MambaPoolError` when it is hopeless."""
         self._short_lives = self._short_lives + 1 if lived_s < SHORT_LIFE_S else 0
         if self._short_lives >= MOST_SHORT_LIVES:
-            raise AllocatorUnavailable(
+            raise MambaPoolError(
                 f"the allocator {how}, {self._short_lives} times in a row within {SHORT_LIFE_S:g} s of its start: "
                 "it is not brought back again; see its log above"
             )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from daemons import wait_until
 from fresh_pool import FreshPool, FreshPoolFactory, drain, ids
-from leased_clients import RECLAIM_S, RemoteClient, all_free, outage
+from leased_clients import RECLAIM_S, RemoteClient, all_free, outage, waits
 from processes import Children
 
 from mambapool.client import Worker
@@ -45,10 +45,6 @@ class Attaching:
             raise self.error
         assert self.worker is not None
         return self.worker
-
-
-def waits(pool: FreshPool, slots: int) -> None:
-    wait_until(lambda: pool.status()["waiting"] == slots, f"{slots} slots are waited for")
 
 
 def test_a_guarantee_is_granted_whole_and_shown(pool: FreshPool) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from daemons import Daemon, wait_until
 from fresh_pool import FreshPool, FreshPoolFactory, drain, ids
-from leased_clients import RECLAIM_S, RemoteClient
+from leased_clients import RECLAIM_S, RemoteClient, waits
 from processes import Children
 
 from mambapool.client.allocator import SlotAllocator
@@ -61,11 +61,6 @@ def holder(pool: FreshPool) -> SlotAllocator:
     allocator = pool.allocator(name="holder")
     assert ids(allocator.alloc(14)) == list(range(1, 15))
     return allocator
-
-
-def waits(pool: FreshPool, slots: int) -> None:
-    """Wait until so many slots are waited for."""
-    wait_until(lambda: pool.status()["waiting"] == slots, f"{slots} slots are waited for")
 
 
 def test_an_alloc_with_a_timeout_is_served_at_once_when_there_is_enough(pool: FreshPool) -> None:

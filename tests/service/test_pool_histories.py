@@ -402,9 +402,10 @@ class PoolHistory(RuleBasedStateMachine):
         session = self._session(place)
         number = session.applied + ahead
         assert session.client.post(protocol.CLEAR, None, posted=number) == [0, EPOCH, GAP, session.applied]
-        assert session.client.send(protocol.PING, id=0, posted=number) == [0, EPOCH, GAP, session.applied]
-        body = session.client.body(ALLOC, 1, None, True, id=9_999, posted=number)
-        assert fields(session.client.connection.send_body(body)) == [9_999, EPOCH, GAP, session.applied]
+        send, body = session.client.connection.send_body, session.client.body
+        notice = fields(send(body(protocol.PING, id=0, posted=number)))
+        reply = fields(send(body(ALLOC, 1, None, True, id=9_999, posted=number)))
+        assert (notice, reply) == ([0, EPOCH, GAP, session.applied], [9_999, EPOCH, GAP, session.applied])
 
     @rule(place=who, which=draw.none() | who)
     def cancel(self, place: int, which: int | None) -> None:

@@ -227,6 +227,11 @@ def all_free(pool: FreshPool, within: float = RECLAIM_S) -> float:
     return time.monotonic() - began
 
 
+def waits(pool: FreshPool, slots: int) -> None:
+    """Wait until so many slots are waited for."""
+    wait_until(lambda: pool.status()["waiting"] == slots, f"{slots} slots are waited for")
+
+
 def knows(pool: FreshPool, holder: Worker | RemoteClient) -> bool:
     """Whether the allocator still has that session."""
     session = holder.session  # first: a remote one may have to be waited for
