@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from mambapool.pool.errors import AllocatorUnavailable, ConfigError, MambaPoolError, PoolLost
+from mambapool.pool.errors import ConfigError, MambaPoolError, PoolLost
 from mambapool.pool.keeper import KeeperConfig
 from mambapool.pool.memory_limits import check_available
 from mambapool.pool.process_lock import ProcessLock

@@ -19,7 +19,7 @@ SIZE_BYTES = 16384
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A table as ``docs/protocol.md`` describes it, by its numbers: 5 slots, 2 sessions; 2 and 4 are held, 4 is offered."""
+    """A table as ``docs/protocol.md`` describes it: 5 slots, 2 sessions; 2 and 4 are held, 4 is offered."""
     table = np.zeros(4096, "<u8")
     table[:1] = np.frombuffer(b"MAMBPOOL", "<u8")
     table[1] = 1
@@ -70,7 +70,7 @@ def test_the_record_has_room_for_the_largest_change() -> None:
 
 
 def test_the_record_has_room_for_the_end_of_a_session_that_holds_and_is_offered_everything() -> None:
-    """Every slot of others is offered to it alone: 3 words each. Its own are not offered, freed, and the list is new."""
+    """Every slot of others is offered to it alone: 3 words each. Its own are freed, and the list is new."""
     for slots in (1, 2, 1000, 2**20):
         for held in (0, slots // 2, slots):
             ids, every_id = (held + 1) // 2, (slots + 1) // 2

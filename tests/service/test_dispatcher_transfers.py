@@ -42,7 +42,9 @@ def test_an_offer_stays_the_givers_and_cannot_be_freed(client: Client, receiver:
     assert held(pool, client) == ([1, 3, 4, 5, 6], 2)
 
 
-def test_an_accept_takes_the_oldest_offer_whole_in_one_change(client: Client, receiver: Client, pool: Pool) -> None:
+def test_an_accept_takes_the_oldest_offer_whole_in_one_change(
+    client: Client, receiver: Client, pool: Pool
+) -> None:
     client.offer(receiver.number, 5, 2)
     client.offer(receiver.number, 6)
     before = pool.table._items[st.H_SEQ]

@@ -310,7 +310,7 @@ def test_a_lost_pool_takes_nobody_new_and_the_others_go_on(states: Registry) -> 
     states.lose("default", "its keeper died")
     states.lose("default", "the other keeper died too")
     states.lose("no such pool", "who knows")
-    with pytest.raises(PoolLost, match="^pool default is lost: its keeper died$"):
+    with pytest.raises(PoolLost, match=r"^pool default is lost: its keeper died$"):
         attach(states, wants("b"))
     assert attach(states, wants("a")) is known
     assert attach(states, wants("c", pool="bare")).number == 2
