@@ -112,7 +112,7 @@ def test_empty_ones_of_any_dtype_do_nothing_and_cost_nothing(worker: Worker, val
         [True],
         [[1], [2]],
         np.array([1.0]),
-        object(),
+        pytest.param(object(), id="an object"),
     ],
     ids=str,
 )
