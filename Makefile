@@ -14,13 +14,13 @@ demo: install  ## Daemon, 4 schedulers and a real trace, in a temporary director
 	$(BIN)/python examples/demo.py
 
 test: install  ## Every test that this machine can run
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 soak: install  ## Random kills under load; SOAK=10m for longer
 	$(BIN)/python tests/faults/soak.py --seconds $(SOAK)
 
 faults: install  ## A crash before every store, each with a crash at every store of the recovery
-	MAMBAPOOL_ALL_CRASH_POINTS=1 $(BIN)/python -m pytest tests/faults --timeout 3600
+	MAMBAPOOL_ALL_CRASH_POINTS=1 $(BIN)/python -m pytest -n auto tests/faults --timeout 3600
 
 check: install  ## Lint and types
 	$(BIN)/ruff check .

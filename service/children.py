@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from typing import Any, Self
 from mambapool.pool import errors
 from mambapool.pool.errors import MambaPoolError
 from mambapool.pool.exits import EXIT_ALREADY_RUNNING, EXIT_USAGE
+from mambapool.pool.polling import readable
 
 #: A child that was told to end and has not by then is killed.
 END_S = 1.0
@@ -51,8 +51,7 @@ class Child:
         """
         said = b""
         while not said.endswith(b"\n"):
-            readable, _, _ = select.select([self._ready, wake], [], [])
-            if wake in readable:
+            if wake in readable(self._ready, wake):
                 return None
             piece = os.read(self._ready, 65536)
             if not piece:

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import logging
 import os
-import select
 import signal
 import socket
 import time
@@ -19,6 +18,7 @@ from typing import Any
 from mambapool.pool.errors import ConfigError, MambaPoolError, PoolLost
 from mambapool.pool.keeper import KeeperConfig
 from mambapool.pool.memory_limits import check_available
+from mambapool.pool.polling import readable
 from mambapool.pool.process_lock import ProcessLock
 from mambapool.pool.runtime_dir import RuntimeDir, check_socket_path
 from mambapool.service.children import Child, end_all
@@ -68,14 +68,14 @@ class _Stop:
 
     def wait(self) -> None:
         """Until the next signal."""
-        select.select([self.wake], [], [])
+        readable(self.wake.fileno())
         self.drain()
 
     def pause(self, seconds: float) -> None:
         """So many seconds, or until a stop is asked for: a child's end, which wakes too, cuts it no shorter."""
         deadline = time.monotonic() + seconds
         while not self.asked and (left := deadline - time.monotonic()) > 0:
-            select.select([self.wake], [], [], left)
+            readable(self.wake.fileno(), timeout=left)
             self.drain()
 
     def drain(self) -> None:

@@ -71,7 +71,6 @@ class SlotTableWriter:
         count = layout.slots + 1
         fields = [self._words[layout.field(field) :][:count] for field in range(st.ROW_FIELDS)]
         self._owner, self._request, self._generation, self._order, self._offered = fields
-        self._iota = np.arange(count, dtype=np.uint64)
         self._owner_at = layout.field(st.OWNER)
         self._request_at = layout.field(st.REQUEST)
         self._generation_at = layout.field(st.GENERATION)
@@ -93,7 +92,7 @@ class SlotTableWriter:
         """A new table in which every slot is free."""
         table = cls(path, layout, _create(path, layout.size_bytes))
         items = table._items
-        table._order[:] = table._iota
+        table._order[:] = np.arange(layout.slots + 1, dtype=np.uint64)
         items[st.H_VERSION] = st.LAYOUT_VERSION
         items[st.H_SLOTS] = layout.slots
         items[st.H_MAX_SESSIONS] = layout.max_sessions
@@ -288,7 +287,7 @@ class SlotTableWriter:
                 items[self._owner_at + slot] = 0
         else:
             index = self._index(ids_at, count)
-            self._order[index] = self._iota[:count] + np.uint64(order)
+            self._order[index] = np.arange(order, order + count, dtype=np.uint64)
             self._owner[index] = 0
         items[address] = applied
         return ids_at + (count + 1) // 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -10,6 +11,13 @@ from pathlib import Path
 
 import pytest
 from daemons import Daemon, start_daemon
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collect_garbage() -> Iterator[None]:
+    """Mapped files go with the objects over them: not thousands of descriptors later."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(autouse=True)

@@ -164,6 +164,7 @@ def test_a_child_that_connects_has_a_session_of_its_own(pool: FreshPool, childre
 MULTIPROCESSING = """
     import multiprocessing
     import sys
+    import time
     from mambapool.client import connect, errors
 
     worker = connect(sys.argv[1], pool=sys.argv[2])  # at import, as engines do
@@ -186,6 +187,9 @@ MULTIPROCESSING = """
     process.start()
     print(queue.get(), queue.get())
     process.join()
+    deadline = time.monotonic() + 10
+    while worker.allocator.available_size() < 13 and time.monotonic() < deadline:
+        time.sleep(0.005)
     print(process.exitcode, worker.allocator.available_size(), flush=True)
     worker.allocator.free(slots)
     worker.close()

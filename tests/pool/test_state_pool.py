@@ -131,6 +131,7 @@ def test_the_mapping_lives_exactly_as_long_as_anything_over_it(
     pool = StatePool.attach(descriptor, block)
     kept = keep(pool.states)
     read = repr(kept)
+    gc.collect()  # what tests before this one left
     fds = len(os.listdir("/proc/self/fd"))
 
     pool.close()

@@ -165,7 +165,7 @@ def test_what_one_waits_for_and_offers(allocator: ScriptedAllocator, attach: Att
         transport.post(FREE, 14, slots=1)
         ping(transport)
         sent = transport.messages
-        wait_until(lambda: (transport.tick(), transport.messages > sent)[1], "it is sent again")
+        wait_until(lambda: messages_of(transport) > sent, "it is sent again")
         transport.detach(TIMEOUT_S)
 
 
@@ -184,6 +184,12 @@ def ping(transport: Transport) -> None:
     """As the background thread does when nothing was said for a while."""
     transport._last_sent -= PING_S
     transport.tick()
+
+
+def messages_of(transport: Transport) -> int:
+    """How many were sent, by the background thread too."""
+    transport.tick()
+    return transport.messages
 
 
 def refusals_of(transport: Transport) -> list[MambaPoolError]:

@@ -136,6 +136,7 @@ class PoolHistory(RuleBasedStateMachine):
         self.late: defaultdict[int, list[Late]] = defaultdict(list)
         self.connections = 0
         self.attach(0, None)
+        self.attach(0, None)
 
     def _connection(self) -> Connection:
         self.connections += 1
@@ -286,11 +287,16 @@ class PoolHistory(RuleBasedStateMachine):
 
     @rule(place=who, to=who, pick=picks)
     def offer(self, place: int, to: int, pick: Pick) -> None:
-        session, receiver = self._session(place), self._session(to)
-        slots = self._own(session, pick)
-        request_id = session.client.request_id + 1
-        if not slots or receiver is session or request_id in session.barred:
+        # Of those who have something, to somebody else.
+        givers = [session for session in self._greeted() if self._own(session, pick)]
+        if not givers:
             return
+        session = givers[place % len(givers)]
+        others = [other for other in self._greeted() if other is not session]
+        slots, request_id = self._own(session, pick), session.client.request_id + 1
+        if not others or request_id in session.barred:
+            return
+        receiver = others[to % len(others)]
         body = session.client.body(
             protocol.OFFER, protocol.pack_ids(array(slots)), receiver.number, id=request_id, posted=session.applied
         )
@@ -412,7 +418,7 @@ class PoolHistory(RuleBasedStateMachine):
         """One of the open requests, or the next one, which has not come yet."""
         session = self._session(place)
         request_id = session.client.request_id + 1
-        known = sorted([*session.open, *session.waiting])
+        known = [*session.waiting, *session.open]
         if which is not None and known:
             request_id = known[which % len(known)]
         assert self._post(session, protocol.CANCEL, request_id) is None
@@ -529,5 +535,5 @@ def _no_log(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_pool_does_what_the_model_does_and_its_table_tells_so_at_every_step() -> None:
-    steps_of(PoolHistory, histories=120, steps=200)
+    steps_of(PoolHistory, histories=125, steps=200)
     assert PoolHistory.steps >= 20_000

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -13,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from mambapool.pool.polling import readable
 
 READY_S = 30.0
 END_S = 10.0
@@ -43,8 +44,8 @@ class Command:
     def ready_line(self) -> str:
         """Wait for the line that says that it is ready."""
         assert self.process.stdout is not None
-        readable, _, _ = select.select([self.process.stdout], [], [], READY_S)
-        line = self.process.stdout.readline() if readable else ""
+        came = readable(self.process.stdout.fileno(), timeout=READY_S)
+        line = self.process.stdout.readline() if came else ""
         assert line.startswith("mambapool ready"), f"{line!r}, {self.stderr}"
         return line
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from table_check import check_table
 
 from mambapool.client import Worker, connect
 from mambapool.client.transport import ask_status
+from mambapool.pool.polling import readable
 from mambapool.pool.runtime_dir import RuntimeDir
 
 START_S = 30.0
@@ -151,8 +151,7 @@ def start_daemon(
             env={**os.environ, **(environment or {})},
         )
     assert process.stdout is not None
-    readable, _, _ = select.select([process.stdout], [], [], START_S)
-    line = process.stdout.readline() if readable else ""
+    line = process.stdout.readline() if readable(process.stdout.fileno(), timeout=START_S) else ""
     if not line.startswith("mambapool ready"):
         process.kill()
         raise AssertionError(f"serve said {line!r}, status {process.wait()}:\n{log_path.read_text()}")

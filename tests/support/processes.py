@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import select
 import signal
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from daemons import Daemon, wait_until
 from zygote import Pipes, Zygote
 
 from mambapool.pool import slot_table as st
+from mambapool.pool.polling import readable
 
 #: Bounds every wait for a child.
 WAIT_S = 30.0
@@ -32,7 +32,7 @@ class Lines:
         """The next line, with its end; empty at the end of all, None if none came in time."""
         deadline = time.monotonic() + timeout
         while b"\n" not in self._said:
-            if not select.select([self._fd], [], [], max(deadline - time.monotonic(), 0))[0]:
+            if not readable(self._fd, timeout=deadline - time.monotonic()):
                 return None
             piece = os.read(self._fd, 65536)
             if not piece:
@@ -43,7 +43,7 @@ class Lines:
 
     def waiting(self) -> bool:
         """Whether :meth:`next` would find something at once."""
-        return bool(self._said or select.select([self._fd], [], [], 0)[0])
+        return bool(self._said or readable(self._fd, timeout=0))
 
     def close(self) -> None:
         os.close(self._fd)
