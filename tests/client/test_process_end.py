@@ -23,7 +23,7 @@ SCRIPT = """
     class Engine:
         pass
 
-    worker = connect(sys.argv[1], pool=sys.argv[2], timeout=0.5)
+    worker = connect(sys.argv[1], pool=sys.argv[2], timeout=float(sys.argv[3]))
     slots = worker.allocator.alloc(4)
     worker.allocator.alloc_group_begin(4)
     slot = worker.allocator.alloc(1)
@@ -68,8 +68,9 @@ UNANSWERED = {
 }
 
 
-def start(children: Children, daemon: Daemon, pool: str, ending: str) -> Child:
-    child = children.start(SCRIPT + "".join(f"    {line}\n" for line in ending.splitlines()), daemon.dir, pool)
+def start(children: Children, daemon: Daemon, pool: str, ending: str, timeout: float = 5.0) -> Child:
+    source = SCRIPT + "".join(f"    {line}\n" for line in ending.splitlines())
+    child = children.start(source, daemon.dir, pool, timeout)
     assert child.hear() == "ready"
     return child
 
@@ -100,7 +101,9 @@ def test_it_ends_as_well_when_the_daemon_was_killed_before(
     daemon_factory: Callable[..., Daemon], children: Children
 ) -> None:
     daemon = daemon_factory(slots=64)
-    ending = [(start(children, daemon, "default", source), status) for source, status in UNANSWERED.values()]
+    ending = [
+        (start(children, daemon, "default", source, timeout=0.5), status) for source, status in UNANSWERED.values()
+    ]
     # Serve first: it would bring its allocator back.
     for pid in (daemon.process.pid, daemon.allocator_pid):
         os.kill(pid, signal.SIGKILL)
