@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
+import time
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -258,7 +259,7 @@ class SlotAllocator:
     def _ask(self, op: int, carried: Posted | None, count: int, *more: Any) -> list[Any]:
         """A request that carries along what was freed; raises what the allocator refused before it."""
         frees = None if carried is None else carried.argument
-        reply = self._transport.call(op, count, frees, *more, frees=carried)
+        reply = self._transport.call(op, count, frees, *more, frees=carried, deadline=self._calls.deadline)
         if self._refusals:
             # As if this call had not been made: what it was granted is given back.
             self._transport.post(protocol.CANCEL, reply[0], 0)
@@ -336,14 +337,18 @@ class _Turn:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._lock = threading.Lock()
+        #: When the call that has its turn is out of time: waiting for the turn counts.
+        self.deadline = 0.0
 
     def __enter__(self) -> None:
         timeout = self._transport.timeout
+        deadline = time.monotonic() + timeout
         if not self._lock.acquire(timeout=timeout):
             raise AllocatorUnavailable(
                 f"the allocator of {self._transport.directory.path} is not available: another thread's call "
                 f"waited for it for {timeout:g} s"
             )
+        self.deadline = deadline
 
     def __exit__(self, *_error: object) -> None:
         self._lock.release()

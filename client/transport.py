@@ -121,14 +121,17 @@ class Transport:
         assert self._table is not None
         return self._table
 
-    def call(self, op: int, *arguments: Any, frees: Posted | None = None) -> list[Any]:
+    def call(
+        self, op: int, *arguments: Any, frees: Posted | None = None, deadline: float | None = None
+    ) -> list[Any]:
         """Send a request and wait for its reply: ``[id, epoch, status, …]``, status OK or NONE.
 
         Other statuses raise. ``frees`` travels inside the request, as the posted message that it is. Raises
-        :class:`AllocatorUnavailable` after ``timeout`` seconds, waiting for other threads' calls included;
-        what the request was granted meanwhile is given back by a CANCEL.
+        :class:`AllocatorUnavailable` after ``timeout`` seconds, or at ``deadline``, on the monotonic clock,
+        waiting for other threads' calls included; what the request was granted meanwhile is given back by a
+        CANCEL.
         """
-        deadline = self._deadline()
+        deadline = self._deadline() if deadline is None else deadline
         with self._turn():
             request_id = self._new_request()
             try:
@@ -244,6 +247,7 @@ class Transport:
                 self.messages -= self._send(self._pack(header))  # not one that a call costs
         finally:
             self._lock.release()
+            self._abandon_if_closed()
             self.flush()
 
     def _tell_end(self) -> None:
@@ -264,6 +268,9 @@ class Transport:
     def detach(self, timeout: float) -> None:
         """End the session and close; returns after ``timeout`` seconds at the latest, answered or not."""
         if not self._lock.acquire(timeout=timeout):
+            # Another thread waits for an answer: who has the socket closes it, when that is over.
+            self._closed = True
+            self._abandon_if_closed()
             return
         try:
             # Nobody there to leave: what is held there ends with the daemon, or with the lease.
@@ -278,6 +285,12 @@ class Transport:
         self._closed = True
         self._lease.close()
         self._socket.close(linger=0)
+
+    def _abandon_if_closed(self) -> None:
+        """Called after the lock was let go of, and after a close() that did not get it: one of both gets it here."""
+        if self._closed and self._lock.acquire(blocking=False):
+            self.abandon()
+            self._lock.release()
 
     def after_fork(self) -> None:
         """In a forked child: let go of the parent's lease connection, which would hide the parent's death."""
@@ -294,6 +307,7 @@ class Transport:
             yield
         finally:
             self._lock.release()
+            self._abandon_if_closed()
             self.flush()
 
     def _new_request(self) -> int:

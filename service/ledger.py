@@ -46,7 +46,6 @@ class Ledger:
         self._ring: Ids = np.arange(1, slots + 1, dtype=np.int32)
         self._head = 0
         self._state = np.full(slots + 1, -1, np.int32)
-        self._stamps: Ids = -np.arange(1, slots + 2, dtype=np.int32)
         # Scalars through memoryviews of the same arrays: numpy's own scalar indexing is three times slower.
         self._ring_items = self._ring.data
         self._state_items = self._state.data
@@ -203,7 +202,7 @@ class Ledger:
         # Comparing bytes costs a quarter of comparing arrays at these lengths.
         if self._state.take(index).tobytes() != holder.to_bytes(4, sys.byteorder) * count:
             self._refuse(ids.tolist(), holder)
-        stamps = self._stamps[:count]
+        stamps = np.arange(-1, -1 - count, -1, dtype=np.int32)
         self._state[index] = stamps
         if self._state.take(index).tobytes() != stamps.tobytes():
             self._state[index] = holder

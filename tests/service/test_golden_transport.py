@@ -21,6 +21,7 @@ from mambapool.pool import protocol
 from mambapool.pool.errors import AllocatorUnavailable, DoubleFree, InvalidSlots, MambaPoolError
 from mambapool.pool.protocol import ACCEPT, ALLOC, BEGIN, CLEAR, END, FREE, NONE, OFFER, OK
 from mambapool.pool.runtime_dir import RuntimeDir
+from mambapool.pool.slot_table import S_NUMBER
 
 Attach = Callable[[dict[str, Any]], Transport]
 
@@ -38,7 +39,7 @@ class ScriptedAllocator:
     """
 
     def __init__(self, directory: RuntimeDir) -> None:
-        make_pool(directory.path)
+        self._table = make_pool(directory.path).table
         self._watcher = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._watcher.bind(str(directory.lease_socket))
         self._watcher.listen()
@@ -68,11 +69,21 @@ class ScriptedAllocator:
                     return
                 came.append((exchange.name, body))
                 if exchange.reply is not None and exchange.lost != "reply" and exchange.later is None:
+                    self._enter(exchange)
                     self._router.send_multipart([identity, exchange.reply])
             for waited in script:
                 if waited.later == exchange.name and waited.connection in connections:
                     assert waited.reply is not None
+                    self._enter(waited)
                     self._router.send_multipart([identity, waited.reply])
+
+    def _enter(self, exchange: Exchange) -> None:
+        """A session that HELLO is answered with is in the table, too: its client looks there whether it has ended."""
+        session = exchange.reply_fields[3] if exchange.reply_fields and len(exchange.reply_fields) > 3 else None
+        if isinstance(session, dict) and "row" in session:
+            at = self._table.layout.session(session["row"]) + S_NUMBER
+            self._table.word(at, session["session"])
+            self._table.commit(self._table.layout.slots)
 
     def _receive(self, expected: bytes, earlier: list[bytes]) -> tuple[bytes, bytes]:
         """The next message. A client asks again after a while: that is passed over."""
@@ -245,7 +256,7 @@ def test_status_is_asked_for_without_a_session(allocator: ScriptedAllocator, dir
 def test_an_eviction_is_asked_for_without_a_session(allocator: ScriptedAllocator, directory: RuntimeDir) -> None:
     refused, forced = (each for each in golden("turns") if each.request_fields[0] == protocol.EVICT)
     with allocator.plays([refused, forced], connections=(3,)):
-        with pytest.raises(AllocatorUnavailable) as caught:
+        with pytest.raises(MambaPoolError) as caught:
             evict(directory, TIMEOUT_S, 2, force=False)
         assert str(caught.value) == refused.reply_fields[3]
         assert evict(directory, TIMEOUT_S, 2, force=True) == forced.reply_fields[3]
