@@ -25,7 +25,7 @@ from mambapool.service.table_writer import SlotTableWriter
 #: Every crash point, but of those with a second crash in recovery only each n-th: all of them take minutes
 #: (``make faults``).
 ALL_POINTS = bool(os.environ.get("MAMBAPOOL_ALL_CRASH_POINTS"))
-EVERY = 199
+EVERY = 499
 
 
 @dataclass
