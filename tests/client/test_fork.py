@@ -163,6 +163,7 @@ def test_a_child_that_connects_has_a_session_of_its_own(pool: FreshPool, childre
 
 MULTIPROCESSING = """
     import multiprocessing
+    import signal
     import sys
     import time
     from mambapool.client import connect, errors
@@ -173,6 +174,7 @@ MULTIPROCESSING = """
 
     def child(queue):
         global mine  # not closed: the end of the process does
+        signal.alarm(20)
         try:
             worker.allocator.alloc(1)
         except RuntimeError as error:
