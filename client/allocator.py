@@ -311,7 +311,7 @@ class SlotAllocator:
 
     def _slot_of(self, value: object) -> int:
         """The slot, if ``value`` is one of our slot tensors or a view of one; read from its address."""
-        if type(value) is not torch.Tensor:
+        if type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_meta:
             return -1
         slot = self._tensors.slot_at(value.data_ptr())
         if slot > 0 and value.dtype is torch.int64 and value.numel() == 1 and value.dim() < 2:

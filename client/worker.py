@@ -18,6 +18,7 @@ from mambapool.pool import protocol
 from mambapool.pool.errors import (
     AllocatorUnavailable,
     ClientClosed,
+    ConfigError,
     ForkedClient,
     GeometryMismatch,
     MambaPoolError,
@@ -79,6 +80,7 @@ def connect(
     """
     _require_torch()
     check_pool_name(pool)
+    _check_device(device)
     if not 0 < timeout < math.inf:
         raise ValueError(f"timeout must be a number of seconds above 0, not {timeout!r}")
     deadline = time.monotonic() + timeout
@@ -221,6 +223,16 @@ def _require_torch() -> None:
         import torch  # noqa: F401
     except ImportError as error:
         raise ImportError("mambapool's client needs torch: pip install 'mambapool[worker]'") from error
+
+
+def _check_device(device: str | torch.device) -> None:
+    """Slot tensors can be made there; found out before the allocator hears of this session."""
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as error:
+        raise ConfigError(f"device {str(device)!r} cannot be used: {str(error).splitlines()[0]}") from error
 
 
 def _find_daemon(named: str | os.PathLike[str] | None, deadline: float, timeout: float) -> RuntimeDir:

@@ -33,6 +33,10 @@ def slot_ids(
 
 
 def _from_tensor(value: torch.Tensor, what: str) -> list[int]:
+    if value.layout is not torch.strided or value.is_meta:
+        raise BadIndexTensor(
+            f"{what}: a {'meta' if value.is_meta else value.layout} tensor; pass a dense one with values"
+        )
     if value.dim() > 1:
         raise BadIndexTensor(
             f"{what}: a tensor of shape {tuple(value.shape)}; pass one dimension, for example t.flatten()"

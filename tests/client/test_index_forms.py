@@ -11,7 +11,7 @@ import torch
 from fresh_pool import FreshPool, FreshPoolFactory, ids
 
 from mambapool.client import Worker
-from mambapool.pool.errors import BadIndexTensor, DuplicateSlot, InvalidSlots
+from mambapool.pool.errors import BadIndexTensor, ConfigError, DuplicateSlot, InvalidSlots
 
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32]
 
@@ -144,3 +144,21 @@ def test_values_are_taken_as_they_are_at_the_call(pool: FreshPool, worker: Worke
     assert worker.allocator.available_size() == 14
     pool.settle()
     assert pool.held_by(worker) == {1, 4}
+
+
+@pytest.mark.parametrize("layout", ["sparse", "meta"])
+def test_a_tensor_without_plain_values_is_refused(worker: Worker, layout: str) -> None:
+    ones = torch.ones(3, dtype=torch.int64)
+    with pytest.raises(BadIndexTensor, match=layout):
+        worker.allocator.free(ones.to_sparse() if layout == "sparse" else ones.to("meta"))
+    assert worker.allocator.available_size() == 12
+
+
+@pytest.mark.parametrize("device", ["cuda", "nonsense"])
+def test_a_device_that_is_not_there_is_named_before_anything_is_asked_for(pool: FreshPool, device: str) -> None:
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    sessions = len(pool.status()["holders"])
+    with pytest.raises(ConfigError, match=device):
+        pool.connect(device=device)
+    assert len(pool.status()["holders"]) == sessions

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from table_check import check_table
+from table_check import check_table, check_until_settled
 
 from mambapool.client import Worker, connect
 from mambapool.client.transport import ask_status
@@ -91,6 +91,9 @@ class Daemon:
 
     def check(self) -> None:
         """Every slot of every pool is in exactly one state, in the table and in ``status``."""
+        check_until_settled(self._check)
+
+    def _check(self) -> None:
         for pool in self.status()["pools"]:
             counted = sum(pool[key] for key in ("free", "held", "windows", "offered", "quarantined"))
             assert counted == pool["slots"], pool

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from daemons import Daemon, wait_until
-from table_check import check_table
+from table_check import check_table, check_until_settled
 
 from mambapool.client import Worker, connect
 from mambapool.client.allocator import SlotAllocator
@@ -74,8 +74,11 @@ class FreshPool:
     def check(self) -> None:
         """Every slot is in exactly one state, in the table and in ``status``."""
         self.settle()
+        check_until_settled(self._check)
+
+    def _check(self) -> None:
         status = self.status()
-        assert status["free"] + status["held"] + status["windows"] == self.slots, status
+        assert status["free"] + status["held"] + status["windows"] + status["offered"] == self.slots, status
         check_table(self.daemon.directory.slot_table(self.name), status)
 
     def close(self) -> None:

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mambapool.pool import slot_table as st
+
+#: What was posted just before a check is applied by then.
+SETTLES_S = 5.0
+
+
+def check_until_settled(check: Callable[[], None]) -> None:
+    """Run a check of two views that are not of one moment: again while they differ, but not for long."""
+    deadline = time.monotonic() + SETTLES_S
+    while True:
+        try:
+            check()
+            return
+        except AssertionError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.02)
 
 
 def check_table(path: Path, pool: dict[str, Any]) -> None:
