@@ -14,7 +14,7 @@ demo: install  ## Daemon, 4 schedulers and a real trace, in a temporary director
 	$(BIN)/python examples/demo.py
 
 test: install  ## Every test that this machine can run
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 soak: install  ## Random kills under load; SOAK=10m for longer
 	$(BIN)/python tests/faults/soak.py --seconds $(SOAK)

@@ -232,7 +232,10 @@ def _check_device(device: str | torch.device) -> None:
     try:
         torch.empty(0, device=device)
     except (AssertionError, RuntimeError) as error:
-        raise ConfigError(f"device {str(device)!r} cannot be used: {str(error).splitlines()[0]}") from error
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"device {str(device)!r} cannot be used ({reason}): pass 'cpu', or one that can"
+        ) from error
 
 
 def _find_daemon(named: str | os.PathLike[str] | None, deadline: float, timeout: float) -> RuntimeDir:
