@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import (
@@ -20,8 +20,14 @@ from rich.text import Text
 
 from mambapool.pool.layout import Geometry
 
-if TYPE_CHECKING:
-    from mambapool.client.replay.summary import ReplaySummary
+
+class Summary(Protocol):
+    """What is drawn of a replay: rows of (label, value, note), and lines about what went wrong."""
+
+    @property
+    def findings(self) -> tuple[str, ...]: ...
+
+    def rows(self) -> Sequence[tuple[str, str, str]]: ...
 
 
 #: Of a table that goes to a file or a pipe, where nothing needs to be cut to a screen.
@@ -71,7 +77,7 @@ def draw_geometry(model_type: str, tp_size: int, geometry: Geometry, memory: int
         console.print(f"{geometry.slots_that_fit(memory):,} slots fit into {human_bytes(memory)}")
 
 
-def draw_summary(summary: ReplaySummary) -> None:
+def draw_summary(summary: Summary) -> None:
     """The result of a replay, in words, and what went wrong."""
     console = _console()
     table = Table(show_header=False)
@@ -79,7 +85,7 @@ def draw_summary(summary: ReplaySummary) -> None:
     table.add_column(justify="right")
     table.add_column(style="dim")
     for row in summary.rows():
-        table.add_row(row.label, row.value, row.note)
+        table.add_row(*row)
     console.print(table)
     for finding in summary.findings:
         console.print(Text.assemble(("✗", "red"), " ", finding))
