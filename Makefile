@@ -7,6 +7,11 @@ SOURCES := $(sort $(wildcard pool/*.py client/*.py client/*/*.py service/*.py))
 
 SOAK ?= 30s
 
+# Where bytecode is not kept, every process that a test starts compiles the project anew.
+unexport PYTHONDONTWRITEBYTECODE
+# One more than there are cores: tests wait for processes, sockets and clocks.
+JOBS ?= $(shell expr $$(nproc) + 1)
+
 .PHONY: demo test soak faults check format install clean force
 .DEFAULT_GOAL := install
 
@@ -14,13 +19,13 @@ demo: install  ## Daemon, 4 schedulers and a real trace, in a temporary director
 	$(BIN)/python examples/demo.py
 
 test: install  ## Every test that this machine can run
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 soak: install  ## Random kills under load; SOAK=10m for longer
 	$(BIN)/python tests/faults/soak.py --seconds $(SOAK)
 
 faults: install  ## A crash before every store, each with a crash at every store of the recovery
-	MAMBAPOOL_ALL_CRASH_POINTS=1 $(BIN)/python -m pytest -n auto tests/faults --timeout 3600
+	MAMBAPOOL_ALL_CRASH_POINTS=1 $(BIN)/python -m pytest -n $(JOBS) tests/faults --timeout 3600
 
 check: install  ## Lint and types
 	$(BIN)/ruff check .

@@ -19,8 +19,8 @@ from daemons import mambapool
 
 from mambapool.service.config import AllocatorConfig, PoolConfig
 
-#: The goals are 1.4 and 35 MB; what is above them is for a machine that does something else too.
-READY_RATIO = 1.8
+#: The goals.
+READY_RATIO = 1.4
 RSS_KIB = 35_000
 
 RecordProperty = Callable[[str, object], None]
@@ -75,8 +75,12 @@ def test_it_imports_nothing_that_it_does_not_need_to_decide(config: str) -> None
 
 
 def test_it_is_ready_little_later_than_its_libraries_are_imported(
-    config: str, record_property: RecordProperty
+    config: str, record_property: RecordProperty, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The libraries' bytecode came with their installation: ours is compared when it is kept too.
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    with started(config):
+        pass
     ratios = []
     for _ in range(PAIRS):
         began = time.perf_counter()
