@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := $(sort $(wildcard pool/*.py client/*.py client/*/*.py service/*.py))
+SOURCES := $(sort $(wildcard pool/*.py client/*.py client/*/*.py service/*.py service/*/*.py))
 
 SOAK ?= 30s
 

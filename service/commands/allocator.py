@@ -1,0 +1,34 @@
+"""``mambapool allocator``."""
+
+from __future__ import annotations
+
+import click
+
+from mambapool.pool.runtime_dir import RuntimeDir
+from mambapool.service.commands.common import configure_logging
+from mambapool.service.config import AllocatorConfig, PoolConfig
+from mambapool.service.options import dir_option, option
+
+
+@click.command(short_help="Run the allocator alone, until SIGTERM.")
+@option(
+    "--pool", default="default", show_default=True, metavar="NAME", help="Name of the pool that --slots makes."
+)
+@option("--slots", type=int, metavar="N", help="Make an allocator-only pool of N slots.")
+@option("--max-sessions", type=int, metavar="N", default=1024, show_default=True, help="Sessions per pool.")
+@option("--max-waiters", type=int, metavar="N", default=1024, show_default=True, help="Waiting requests per pool.")
+@dir_option
+def allocator(pool: str, slots: int | None, max_sessions: int, max_waiters: int, directory: str | None) -> None:
+    """Run the allocator alone, until SIGTERM; it serves the keepers that live in its directory.
+
+    What an allocator before it left there, it takes over: sessions that still live keep their slots.
+    """
+    from mambapool.service.server import run_allocator
+
+    configure_logging()
+    pools = (PoolConfig(pool, slots),) if slots is not None else ()
+    place = RuntimeDir.for_server(directory)
+    run_allocator(
+        AllocatorConfig(place.path, pools, max_sessions, max_waiters),
+        lambda ready: click.echo(f"mambapool ready: pid {ready['pid']}, {ready['endpoint']}"),
+    )

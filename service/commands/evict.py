@@ -1,0 +1,33 @@
+"""``mambapool evict``."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from mambapool.service.commands.common import running_daemon
+from mambapool.service.options import DURATION, dir_option, json_option, option
+
+
+@click.command(name="evict", short_help="End a session and free its slots.")
+@click.argument("holder", type=int)
+@click.option("--force", is_flag=True, help="Evict it although its process lives and may still write.")
+@dir_option
+@json_option
+@option("--timeout", type=DURATION, default="2s", show_default=True, metavar="T", help="Wait so long for it.")
+def evict_command(holder: int, force: bool, directory: str | None, as_json: bool, timeout: float) -> None:
+    """End session number HOLDER (see `mambapool status`) and free what it holds.
+
+    For a process that hangs for good, or one that lives where nobody can end it. Refused while the process
+    is alive, unless --force: it may still write to slots that somebody else gets.
+    """
+    from mambapool.client.transport import evict
+
+    result = evict(running_daemon(directory), timeout, holder, force=force)
+    if result["alive"]:
+        click.echo(f"mambapool: warning: session {holder} was alive; its process may still write", err=True)
+    if as_json:
+        click.echo(json.dumps({"session": holder, **result}))
+    else:
+        click.echo(f"session {holder} evicted: {result['slots']} slots freed")
