@@ -98,12 +98,19 @@ class SlotAllocator:
                 ids = np.concatenate((free, np.array(self._freed_inside, np.int64)))
         return torch.from_numpy(ids).to(self.device)
 
-    def alloc(self, need_size: SupportsIndex, timeout: float | None = None) -> torch.Tensor | None:
+    def alloc(
+        self, need_size: SupportsIndex, timeout: float | None = None, tag: str | None = None
+    ) -> torch.Tensor | None:
         """``need_size`` slots as an int64 tensor of shape ``(need_size,)``, or None: not so many are free.
 
         ``alloc(1)`` inside a window costs no message; everything else is one round trip. With ``timeout`` it
         waits so many seconds for slots, first come, first served; while somebody waits, nobody overtakes.
+
+        ``tag``, 1 to 128 bytes of printable text, is shown by ``mambapool audit``: what the slots are for. Inside a
+        window that of the window stands.
         """
+        if tag is not None:
+            protocol.check_tag(tag)
         if need_size == 1:
             try:
                 slot = self._window.pop()
@@ -112,14 +119,18 @@ class SlotAllocator:
             else:
                 self._marks[slot] = 1
                 return self._cached[slot]
-        return self._alloc_by_message(need_size, timeout)
+        return self._alloc_by_message(need_size, timeout, tag)
 
-    def alloc_group_begin(self, num_reqs: SupportsIndex, partial: bool = False) -> None:
+    def alloc_group_begin(self, num_reqs: SupportsIndex, partial: bool = False, tag: str | None = None) -> None:
         """Open a window of ``num_reqs`` slots, which ``alloc(1)`` then drains without messages.
 
         All or nothing, unless ``partial``: then as many as there are. When nothing comes, no window is open
         and ``alloc`` asks one by one. The rest of a window that is still open is given back first.
+
+        ``tag`` is shown by ``mambapool audit`` for all of its slots.
         """
+        if tag is not None:
+            protocol.check_tag(tag)
         count = whole_number(num_reqs)
         with self._calls:
             self._check_usable()
@@ -128,7 +139,7 @@ class SlotAllocator:
                 return
             carried = self._close_window(protocol.FREE)
             # No pool has more slots, and the wire carries no larger number than an int32.
-            reply = self._ask(protocol.BEGIN, carried, min(count, self.size + 1), bool(partial))
+            reply = self._ask(protocol.BEGIN, carried, min(count, self.size + 1), bool(partial), *tagged(tag))
             if reply[2] == protocol.NONE:
                 return
             slots = protocol.unpack_ids(reply[3]).tolist()
@@ -208,10 +219,12 @@ class SlotAllocator:
         else:
             self._posted.append(protocol.FREE, packed(slots), len(slots))
 
-    def _alloc_by_message(self, need_size: SupportsIndex, timeout: float | None) -> torch.Tensor | None:
+    def _alloc_by_message(
+        self, need_size: SupportsIndex, timeout: float | None, tag: str | None
+    ) -> torch.Tensor | None:
         count = whole_number(need_size)
         if timeout is not None and timeout > 0:
-            return self._alloc_in_turn(count, timeout)
+            return self._alloc_in_turn(count, timeout, tag)
         with self._calls:
             self._check_usable()
             if count == 0:
@@ -220,10 +233,10 @@ class SlotAllocator:
                 return None
             with self._lock:
                 carried = self._post_freed(protocol.FREE)
-            reply = self._ask(protocol.ALLOC, carried, count, False)
+            reply = self._ask(protocol.ALLOC, carried, count, False, *tagged(tag))
             return self._granted(reply)
 
-    def _alloc_in_turn(self, count: int, timeout: float) -> torch.Tensor | None:
+    def _alloc_in_turn(self, count: int, timeout: float, tag: str | None) -> torch.Tensor | None:
         """Not under the lock of calls: other threads free, and so on, while this one waits."""
         self._check_usable()
         if not 0 < count <= self.size:
@@ -232,7 +245,8 @@ class SlotAllocator:
             clears = self._clears
             carried = self._post_freed(protocol.FREE)
         frees = None if carried is None else carried.argument
-        reply = self._transport.call_and_wait(protocol.ALLOC, count, frees, True, frees=carried, wait=timeout)
+        arguments = (count, frees, True, *tagged(tag))
+        reply = self._transport.call_and_wait(protocol.ALLOC, *arguments, frees=carried, wait=timeout)
         if reply is None:
             self._check_usable()
             return None
@@ -360,6 +374,11 @@ def whole_number(value: SupportsIndex) -> int:
     if count < 0:
         raise ValueError(f"{count} slots: expected 0 or more")
     return count
+
+
+def tagged(tag: str | None) -> tuple[str, ...]:
+    """The last field of a request that has a tag."""
+    return () if tag is None else (tag,)
 
 
 def packed(slots: list[int]) -> int | bytes:

@@ -48,11 +48,16 @@ class GuaranteedAllocator(SlotAllocator):
         with self._lock:
             return torch.tensor(list(self._list), dtype=torch.int64, device=self.device)
 
-    def alloc(self, need_size: SupportsIndex, timeout: float | None = None) -> torch.Tensor | None:
+    def alloc(
+        self, need_size: SupportsIndex, timeout: float | None = None, tag: str | None = None
+    ) -> torch.Tensor | None:
         """``need_size`` slots as an int64 tensor of shape ``(need_size,)``, or None: not so many are free.
 
-        With ``timeout`` it waits so many seconds for another thread to free some.
+        With ``timeout`` it waits so many seconds for another thread to free some. ``tag`` is checked and goes
+        nowhere: the allocator does not hear which slots of a guarantee are in use, and what for.
         """
+        if tag is not None:
+            protocol.check_tag(tag)
         if need_size == 1:
             try:
                 slot = self._window.pop()
@@ -65,8 +70,10 @@ class GuaranteedAllocator(SlotAllocator):
             return self._cached[slot]
         return self._alloc_more(need_size, timeout)
 
-    def alloc_group_begin(self, num_reqs: SupportsIndex, partial: bool = False) -> None:
+    def alloc_group_begin(self, num_reqs: SupportsIndex, partial: bool = False, tag: str | None = None) -> None:
         """Open a window of ``num_reqs`` slots; all or nothing, unless ``partial``. No message either."""
+        if tag is not None:
+            protocol.check_tag(tag)
         count = whole_number(num_reqs)
         self._check_usable()
         self.alloc_group_end()

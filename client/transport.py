@@ -525,12 +525,21 @@ def evict(directory: RuntimeDir, timeout: float, session: int, *, force: bool) -
     return _ask(directory, timeout, protocol.EVICT, session, force)
 
 
+def ask_audit(directory: RuntimeDir, timeout: float, pool: str) -> dict[str, Any]:
+    """All that the allocator knows of one pool, of one moment: ``service/audit.py``. Needs no session.
+
+    Raises :class:`~mambapool.pool.errors.UnknownPool` and :class:`AllocatorUnavailable`.
+    """
+    return _ask(directory, timeout, protocol.AUDIT, pool)
+
+
 def _ask(directory: RuntimeDir, timeout: float, op: int, *arguments: Any) -> dict[str, Any]:
     dealer = _new_socket(directory)
     dealer.rcvtimeo = int(timeout * 1000)
     try:
         dealer.send(protocol.pack((op, 0, 1, 0, 0, 0, *arguments)))
-        reply = protocol.unpack(dealer.recv(), protocol.MAX_OVERHEAD_BYTES, protocol.MAX_STATUS_ITEMS)
+        body = dealer.recv()
+        reply = protocol.unpack(body, len(body), protocol.MAX_STATUS_ITEMS)
     except zmq.Again:
         raise AllocatorUnavailable(
             f"the allocator of {directory.path} did not answer within {timeout:g} s: is it running?"

@@ -22,7 +22,7 @@ from mambapool.pool.errors import ProtocolError
 OLDEST_VERSION: Final = 1
 NEWEST_VERSION: Final = 1
 
-# Requests that are answered.
+# Requests that are answered. ALLOC and BEGIN may have one field more, a tag.
 HELLO: Final = 1  # [.., {attach map}]               → {session map}
 DETACH: Final = 2  # [..]                            → nothing
 ALLOC: Final = 3  # [.., count, frees, wait]         → ids
@@ -38,6 +38,7 @@ OFFER: Final = 10  # [.., ids, receiver]              → nothing
 ACCEPT: Final = 11  # [.., wait]                      → ids
 PING: Final = 12  # [..]                             no answer, but GAP
 EVICT: Final = 13  # [.., holder, force]               → {what was freed}; needs no session
+AUDIT: Final = 14  # [.., pool]                        → {all of one pool, of one moment}; needs no session
 
 POSTED_OPS: Final = frozenset((FREE, END, CLEAR, CANCEL))
 OP_NAMES: Final = {
@@ -54,6 +55,7 @@ OP_NAMES: Final = {
     ACCEPT: "ACCEPT",
     PING: "PING",
     EVICT: "EVICT",
+    AUDIT: "AUDIT",
 }
 
 # Status of a reply.
@@ -121,8 +123,11 @@ MAX_OVERHEAD_BYTES: Final = 64 * 1024
 _MAX_ITEMS: Final = 1024
 _MAX_TEXT_BYTES: Final = 16 * 1024
 
-#: STATUS lists every session of every pool.
+#: STATUS lists every session of every pool, AUDIT every tag.
 MAX_STATUS_ITEMS: Final = 1 << 20
+
+#: A tag says what slots are held for, to people who read `mambapool audit`.
+MAX_TAG_BYTES: Final = 128
 
 Ids = npt.NDArray[np.int32]
 
@@ -184,6 +189,16 @@ def unpack_ids(value: object) -> Ids:
     if len(value) % 4:
         raise ProtocolError(f"{len(value)} bytes are no whole number of int32 slot ids")
     return np.frombuffer(value, "<i4")
+
+
+def check_tag(tag: object) -> None:
+    """Raise ``TypeError`` or ``ValueError`` unless it is 1 to 128 bytes of printable text: terminals show it."""
+    if not isinstance(tag, str):
+        raise TypeError(f"tag must be a str, not {type(tag).__name__}")
+    # In this order: what cannot be encoded is not printable.
+    if not tag or not tag.isprintable() or len(tag.encode()) > MAX_TAG_BYTES:
+        shown = repr(tag[:32]) + ("…" if len(tag) > 32 else "")
+        raise ValueError(f"tag {shown}: expected 1 to {MAX_TAG_BYTES} bytes of printable text")
 
 
 def error_payload(error: errors.MambaPoolError) -> list[Any]:

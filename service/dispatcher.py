@@ -15,6 +15,8 @@ from mambapool.pool import protocol
 from mambapool.pool.errors import AllocatorUnavailable, MambaPoolError, ProtocolError
 from mambapool.pool.protocol import MAX_NUMBER, OK
 from mambapool.service.attach import AttachRequest, PeerAddress, check_peer
+from mambapool.service.audit import snapshot
+from mambapool.service.grant_notes import forget_what_was_freed
 from mambapool.service.pools import Pool
 from mambapool.service.posted import PostedMessages
 from mambapool.service.registry import Registry
@@ -44,6 +46,7 @@ class Dispatcher:
             protocol.HELLO: self._hello,
             protocol.STATUS: self._status,
             protocol.EVICT: self._evict,
+            protocol.AUDIT: self._audit,
         }
 
     @property
@@ -103,6 +106,11 @@ class Dispatcher:
         self.malformed += 1
         return self.replies.error(0, protocol.MALFORMED, reason)
 
+    def tidy(self) -> None:
+        """Now and then: forget what nobody asks for any more."""
+        for session in self.registry.sessions.values():
+            forget_what_was_freed(session)
+
     def lease_released(self, lease_name: bytes, how: str) -> None:
         """The watcher saw a session's lock released; whoever waits for its slots is answered."""
         pool = self.registry.bury(lease_name, how)
@@ -112,7 +120,7 @@ class Dispatcher:
     def _for_anybody(
         self, op: int, identity: bytes, request_id: int, message: list[Any], peer: PeerAddress, now: float
     ) -> bytes | None:
-        """HELLO, STATUS, EVICT: they need no session, but the daemon's own uid."""
+        """HELLO, STATUS, EVICT, AUDIT: they need no session, but the daemon's own uid."""
         try:
             check_peer(peer)
             return self._without_session[op](identity, request_id, message, now)
@@ -180,3 +188,11 @@ class Dispatcher:
         freed = self.registry.end(session, "was evicted", dead=not alive)
         self._turns.serve(session.pool)
         return self.replies.pack((request_id, self.epoch, OK, {"slots": len(freed), "alive": alive}))
+
+    def _audit(self, _identity: bytes, request_id: int, message: list[Any], now: float) -> bytes:
+        """``[.., pool]``: all that is known of one pool, for the operator's process to check."""
+        if len(message) != 7 or type(message[6]) is not str:
+            raise ProtocolError("AUDIT has 7 fields: …, pool")
+        pool = self.registry.pool_named(message[6])
+        # Not with the packer that is kept, which would keep room for the longest reply.
+        return protocol.pack((request_id, self.epoch, OK, snapshot(pool, now)))

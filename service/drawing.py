@@ -39,10 +39,10 @@ _HOLDER = ("session", "name", "pid", "rank", "state", "held", "windows")
 
 def draw_status(status: dict[str, Any]) -> None:
     """Pools with their counts, then who holds what."""
-    console = _console()
+    console = make_console()
     console.print(f"allocator pid {status['pid']}, epoch {status['epoch']}, up {status['uptime_s']:.1f} s")
-    pools = _table("pool", *_right(*_COUNTS), "state")
-    holders = _table(
+    pools = plain_table("pool", *_right(*_COUNTS), "state")
+    holders = plain_table(
         "pool", *_right("session"), "name", *_right("pid", "rank"), "state", *_right("held", "windows")
     )
     for pool in status["pools"]:
@@ -65,8 +65,8 @@ def _state(pool: dict[str, Any]) -> str:
 
 def draw_geometry(model_type: str, tp_size: int, geometry: Geometry, memory: int | None) -> None:
     """One rank's tensors per slot, and how many slots fit."""
-    console = _console()
-    table = _table("tensor", "dtype", *_right("layers"), "shape", *_right("bytes per slot"))
+    console = make_console()
+    table = plain_table("tensor", "dtype", *_right("layers"), "shape", *_right("bytes per slot"))
     for spec in geometry.tensors:
         shape = " × ".join(map(str, spec.shape))
         table.add_row(spec.name, spec.dtype, str(spec.layers), shape, f"{spec.bytes_per_slot:,}")
@@ -79,7 +79,7 @@ def draw_geometry(model_type: str, tp_size: int, geometry: Geometry, memory: int
 
 def draw_summary(summary: Summary) -> None:
     """The result of a replay, in words, and what went wrong."""
-    console = _console()
+    console = make_console()
     table = Table(show_header=False)
     table.add_column()
     table.add_column(justify="right")
@@ -117,7 +117,7 @@ def human_bytes(size: int) -> str:
     return f"{value:.1f} TiB"
 
 
-def _console() -> Console:
+def make_console() -> Console:
     """Text is text: a client may call itself anything, "[/b]" too, which would be markup."""
     console = Console(markup=False)
     if not console.is_terminal:
@@ -125,7 +125,7 @@ def _console() -> Console:
     return console
 
 
-def _table(*columns: Column | str) -> Table:
+def plain_table(*columns: Column | str) -> Table:
     """Columns without lines around them, for eyes and for awk."""
     return Table(*columns, box=None, padding=(0, 2, 0, 0), pad_edge=False)
 

@@ -74,6 +74,11 @@ class Ledger:
         """The number of the slot's holder, 0 while it is free."""
         return max(self._state_items[slot], 0) & ~OFFERED
 
+    @property
+    def states(self) -> Ids:
+        """Per slot its holder's number, with :data:`OFFERED` while it is offered, or something negative: free."""
+        return self._state
+
     def generation_of(self, slot: int) -> int:
         return self._generation_items[slot]
 

@@ -62,6 +62,8 @@ class Pool:
         self.ends_with_last_session = ends_with_last_session
         #: The keeper of a shard died: why, for everybody who asks.
         self.lost: str | None = None
+        #: When it was taken over from another allocator, on the monotonic clock: what is held is at least so old.
+        self.taken_over_at: float | None = None
         self.sessions: dict[int, Session] = {}
         self.offers: list[Offer] = []
         self.waiting = WaitQueue(max_waiters)
@@ -145,6 +147,7 @@ class Pool:
                 return None
             self.table.grant_one(slot, ledger.generation_of(slot), owner, request_id)
             session.held += 1
+            session.granted_at[request_id] = session.heard
             return slot
         taken = ledger.take(count, session.number)
         if taken is None:
@@ -152,6 +155,7 @@ class Pool:
         ids, generations = taken
         self.table.grant(ids, generations, owner, request_id)
         session.held += count
+        session.granted_at[request_id] = session.heard
         return ids
 
     def open_window(self, session: Session, request_id: int) -> None:
@@ -203,6 +207,7 @@ class Pool:
         offer.giver.offered -= len(ids)
         session.held += len(ids)
         self.table.move(ids, st.owner_word(session.number), request_id)
+        session.granted_at[request_id] = session.heard
         self.commit()
         return ids
 

@@ -47,6 +47,7 @@ def recover_table(path: Path, slots: int, digest: bytes, uuid: bytes | None) -> 
 def restore(pool: Pool, leases: Leases, now: float) -> None:
     """Fill a pool whose table was recovered: list, sessions and offers; the dead are buried at once."""
     table = pool.table
+    pool.taken_over_at = now
     holders = (table.owners >> np.uint64(8)).astype(np.int32)
     pool.ledger = Ledger.restore(holders, table.orders, table.generations)
     rows = table.sessions()

@@ -12,6 +12,7 @@ from mambapool.service.attach import AttachRequest
 from mambapool.service.leases import Leases
 from mambapool.service.ledger import Ids
 from mambapool.service.pools import Pool
+from mambapool.service.ranges import ranges
 from mambapool.service.sessions import Session
 
 _log = logging.getLogger("mambapool.allocator")
@@ -100,6 +101,13 @@ class Registry:
             "shards": [[shard.socket_name, shard.uuid] for shard in pool.shards],
         }
 
+    def pool_named(self, name: str) -> Pool:
+        """Raises :class:`UnknownPool`, which lists those that there are."""
+        if name not in self.pools:
+            served = ", ".join(sorted(self.pools)) or "none; a client can make one with create_slots=N"
+            raise UnknownPool(f"there is no pool {name!r}; pools here: {served}")
+        return self.pools[name]
+
     def check(self) -> None:
         """Every pool's invariants. O(slots)."""
         for pool in self.pools.values():
@@ -142,8 +150,7 @@ class Registry:
             request.compare(pool.slots, pool.geometry, len(pool.shards))
             return pool
         if request.create_slots is None:
-            served = ", ".join(sorted(self.pools)) or "none; a client can make one with create_slots=N"
-            raise UnknownPool(f"there is no pool {request.pool!r}; pools here: {served}")
+            return self.pool_named(request.pool)
         request.compare(request.create_slots, None, 0)
         pool = self._make_pool(request.pool, request.create_slots)
         self.pools[pool.name] = pool
@@ -164,12 +171,6 @@ def _slots(ids: Ids) -> str:
     """``3 slots freed: 1-2, 7``."""
     if not len(ids):
         return "it held no slots"
-    runs: list[list[int]] = []
-    for slot in ids[:_SLOTS_IN_LOG].tolist():
-        if runs and slot == runs[-1][1] + 1:
-            runs[-1][1] = slot
-        else:
-            runs.append([slot, slot])
-    listed = ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+    listed = ranges(ids[:_SLOTS_IN_LOG].tolist())
     more = f" and {len(ids) - _SLOTS_IN_LOG} more" if len(ids) > _SLOTS_IN_LOG else ""
     return f"{len(ids)} slots freed: {listed}{more}"

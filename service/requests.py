@@ -7,7 +7,7 @@ from typing import Any
 
 from mambapool.pool import protocol
 from mambapool.pool.errors import InvalidSlots, MambaPoolError, ProtocolError
-from mambapool.pool.protocol import unpack_ids
+from mambapool.pool.protocol import check_tag, unpack_ids
 from mambapool.service.pools import Pool
 from mambapool.service.posted import apply_frees
 from mambapool.service.replies import Replies
@@ -83,7 +83,7 @@ class Requests:
         try:
             _, _, request_id, _, posted, _, count, frees, wait = message
         except ValueError:
-            raise ProtocolError("ALLOC has 9 fields: …, count, frees, wait") from None
+            return self._tagged(self._alloc, pool, session, message)
         _check_count(count)
         if type(wait) is not bool:
             raise ProtocolError(f"ALLOC: wait must be true or false, not {type(wait).__name__}")
@@ -123,12 +123,12 @@ class Requests:
         pool.table.set_waiting(pool.waiting.slots)
         return None
 
-    def _begin(self, pool: Pool, session: Session, message: list[Any]) -> Answer:
+    def _begin(self, pool: Pool, session: Session, message: list[Any]) -> Answer | None:
         """``[.., count, frees, partial]``: ends an open window, applies the frees, opens a new one."""
         try:
             _, _, request_id, _, posted, _, count, frees, partial = message
         except ValueError:
-            raise ProtocolError("BEGIN has 9 fields: …, count, frees, partial") from None
+            return self._tagged(self._begin, pool, session, message)
         _check_count(count)
         if type(partial) is not bool:
             raise ProtocolError(f"BEGIN: partial must be true or false, not {type(partial).__name__}")
@@ -147,6 +147,20 @@ class Requests:
             pool.open_window(session, request_id)
         pool.commit()
         return self._replies.granted(request_id, granted)
+
+    def _tagged(self, handler: _Handler, pool: Pool, session: Session, message: list[Any]) -> Answer | None:
+        """ALLOC or BEGIN with a tag as its last field: remembered for audit, if the request is not refused."""
+        if len(message) != 10:
+            flag = "wait" if message[0] == protocol.ALLOC else "partial"
+            name = protocol.OP_NAMES[message[0]]
+            raise ProtocolError(f"{name} has 9 fields: …, count, frees, {flag}, or 10 with a tag")
+        try:
+            check_tag(message[9])
+        except (TypeError, ValueError) as error:
+            raise ProtocolError(str(error)) from None
+        answer = handler(pool, session, message[:9])
+        session.tags[message[2]] = message[9]
+        return answer
 
     def _offer(self, pool: Pool, session: Session, message: list[Any]) -> Answer:
         """``[.., ids, receiver]``."""

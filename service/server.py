@@ -183,6 +183,7 @@ class Server:
                     self._look_at_descriptors()
             if time.monotonic() > self._count_descriptors_at:
                 self._look_at_descriptors()
+                self.dispatcher.tidy()
             if self._parent_pid is not None and os.getppid() != self._parent_pid:
                 _log.warning("process %d, which started this allocator, is gone", self._parent_pid)
                 break

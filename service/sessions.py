@@ -69,6 +69,11 @@ class Session:
     barred: set[int] = field(default_factory=set)
     #: What an allocator before this one granted, by request: any of it may be asked for again.
     recovered: dict[int, Ids] = field(default_factory=dict)
+    #: When requests were granted, on the monotonic clock, and what for: not durable, only audit reads them.
+    #: :mod:`~mambapool.service.grant_notes` forgets those of which nothing is held any more.
+    granted_at: dict[int, float] = field(default_factory=dict)
+    tags: dict[int, str] = field(default_factory=dict)
+    most_notes: int = 0
 
     def state(self, now: float) -> str:
         """``live`` or ``suspect``; silence alone takes nothing away."""

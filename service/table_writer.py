@@ -317,6 +317,18 @@ class SlotTableWriter:
     def offers(self) -> st.Words:
         return self._offered
 
+    def words(self, at: int, count: int) -> st.Words:
+        """So many words as they are."""
+        words: st.Words = self._words[at : at + count]
+        return words
+
+    def session_words(self) -> st.Words:
+        """The words of every session that the table has, a row each."""
+        layout = self.layout
+        rows = self.words(layout.sessions, layout.max_sessions * st.SESSION_WORDS).reshape(-1, st.SESSION_WORDS)
+        used: st.Words = rows[rows[:, st.S_NUMBER] != 0]
+        return used
+
     def sessions(self) -> list[SessionRow]:
         """Every session that the table has, by row."""
         found = []

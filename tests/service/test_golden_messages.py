@@ -15,7 +15,7 @@ from mambapool.pool.protocol import pack, unpack
 from mambapool.service.dispatcher import Dispatcher
 from mambapool.service.pools import Shard
 
-PARTS = ("session", "turns", "refusals", "notices", "status", "lost")
+PARTS = ("session", "turns", "refusals", "notices", "tags", "status", "audit", "lost")
 STATUSES = {protocol.OK, protocol.NONE, protocol.GAP, *protocol._ERROR_OF_STATUS}
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
 
@@ -67,7 +67,7 @@ def test_messages_that_follow_each_other_from_hello_to_detach(dispatcher: Dispat
     assert not dispatcher.registry.sessions
 
 
-@pytest.mark.parametrize("exchange", exchanges("refusals", "notices", "status"))
+@pytest.mark.parametrize("exchange", exchanges("refusals", "notices", "tags", "status", "audit"))
 def test_a_message_to_an_allocator_with_two_sessions(two_sessions: Dispatcher, exchange: Exchange) -> None:
     assert over(two_sessions, exchange.connection).send_body(exchange.request) == exchange.reply
     two_sessions.registry.check()
@@ -119,3 +119,9 @@ def test_the_attach_map_in_the_document_has_every_field() -> None:
     assert all(f"| `{field}` |" in request for field in {**hello_map(), "resume": 1})
     reply = DOCUMENT.read_text().split("| in the reply's map |")[1].split("\n\n")[0]
     assert all(f"| `{field}` |" in reply for field in golden("session")[0].reply_fields[3])
+
+
+def test_the_audit_map_in_the_document_has_every_field() -> None:
+    reply = DOCUMENT.read_text().split("| in the reply's map |")[2].split("\n\n")[0]
+    (audit,) = golden("audit")
+    assert all(f"`{field}`" in reply for field in audit.reply_fields[3])

@@ -16,7 +16,8 @@ import zmq
 from daemons import wait_until
 from dispatching import EPOCH, Exchange, golden, ids, make_pool
 
-from mambapool.client.transport import PING_S, Transport, ask_status, evict
+from mambapool.client.allocator import SlotAllocator
+from mambapool.client.transport import PING_S, Transport, ask_audit, ask_status, evict
 from mambapool.pool import protocol
 from mambapool.pool.errors import AllocatorUnavailable, DoubleFree, InvalidSlots, MambaPoolError
 from mambapool.pool.protocol import ACCEPT, ALLOC, BEGIN, CLEAR, END, FREE, NONE, OFFER, OK
@@ -251,6 +252,22 @@ def test_status_is_asked_for_without_a_session(allocator: ScriptedAllocator, dir
     (exchange,) = golden("status")
     with allocator.plays([exchange]):
         assert ask_status(directory, TIMEOUT_S) == exchange.reply_fields[3]
+
+
+def test_an_audit_is_asked_for_without_a_session(allocator: ScriptedAllocator, directory: RuntimeDir) -> None:
+    (exchange,) = golden("audit")
+    with allocator.plays([exchange], connections=(3,)):
+        assert ask_audit(directory, TIMEOUT_S, "default") == exchange.reply_fields[3]
+
+
+def test_the_tag_of_an_alloc_travels_with_it(allocator: ScriptedAllocator, attach: Attach) -> None:
+    with allocator.plays([golden("session")[0], golden("tags")[0]]):
+        assert SlotAllocator(attach(HELLO_MAP), "cpu").alloc(1, tag="request 17") == 5
+
+
+def test_the_tag_of_a_window_travels_with_its_begin(allocator: ScriptedAllocator, attach: Attach) -> None:
+    with allocator.plays([golden("session")[0], golden("tags")[1]]):
+        SlotAllocator(attach(HELLO_MAP), "cpu").alloc_group_begin(2, tag="batch 3")
 
 
 def test_an_eviction_is_asked_for_without_a_session(allocator: ScriptedAllocator, directory: RuntimeDir) -> None:

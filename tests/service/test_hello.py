@@ -186,7 +186,7 @@ def foreign_peer() -> str:
     return f"localhost:{os.geteuid() + 1}:100:4242"
 
 
-@pytest.mark.parametrize("op", [HELLO, protocol.STATUS, protocol.EVICT])
+@pytest.mark.parametrize("op", [HELLO, protocol.STATUS, protocol.EVICT, protocol.AUDIT])
 @pytest.mark.parametrize(
     ("peer", "says"),
     [
@@ -203,7 +203,11 @@ def test_who_is_not_this_user_is_refused(
 ) -> None:
     before = everything(client.connection.dispatcher)
     stranger = Connection(client.connection.dispatcher, b"zmq-2", peer)
-    more = {HELLO: (hello_map(client.lease),), protocol.EVICT: (client.number, True)}.get(op, ())
+    more = {
+        HELLO: (hello_map(client.lease),),
+        protocol.EVICT: (client.number, True),
+        protocol.AUDIT: ("default",),
+    }.get(op, ())
     assert stranger.ask(op, 0, 3, 0, 0, 0, *more) == [3, EPOCH, REFUSED, says]
     assert everything(client.connection.dispatcher) == before
 

@@ -205,7 +205,7 @@ def test_operations_sessions_and_epochs_that_there_are_not_are_told(peer: RawPee
     session = peer.ask(protocol.HELLO, 0, 1, 0, 0, 0, peer.hello_map())[3]["session"]
     assert peer.ask(99, session, 5, epoch, 0, 0) == [5, epoch, MALFORMED, "unknown operation 99"]
     for op in protocol.OP_NAMES:
-        if op not in (protocol.HELLO, STATUS, protocol.EVICT):
+        if op not in (protocol.HELLO, STATUS, protocol.EVICT, protocol.AUDIT):
             assert peer.ask(op, session + 999, 5, epoch, 1, 0, 1, None)[:3] == [5, epoch, UNKNOWN_SESSION]
             assert peer.ask(op, session, 5, epoch + 1, 1, 0, 1, None)[:3] == [5, epoch, WRONG_EPOCH]
     # The neighbour's session exists, but not on this connection.

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dispatching import EPOCH, Client, Connection, TableFile, hello_map, ids, make_pool, make_registry
+from dispatching import EPOCH, Client, Connection, TableFile, audited, hello_map, ids, make_pool, make_registry
 from hypothesis import strategies as draw
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from slot_model import (
@@ -50,6 +50,7 @@ from mambapool.pool.protocol import (
     WRONG_EPOCH,
 )
 from mambapool.pool.slot_table import owner_word
+from mambapool.service.audit_checks import violations
 from mambapool.service.dispatcher import Dispatcher
 from mambapool.service.sessions import GUARANTEE_REQUEST
 
@@ -462,6 +463,8 @@ class PoolHistory(RuleBasedStateMachine):
         assert self.pool.ledger.free_slots().tolist() == self.model.free
         image = self.table.words()
         self._compare_rows(image)
+        if not PoolHistory.steps % 64:
+            assert violations(audited(self.dispatcher, self.pool.name)) == []
         assert image[slot_table.H_WAITING] == sum(turn.count for turn in self.queue)
         for session in self.sessions:
             words = image[self.table.layout.session(session.row) :][: slot_table.SESSION_WORDS]

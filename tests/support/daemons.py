@@ -17,9 +17,11 @@ from typing import Any
 from table_check import check_table, check_until_settled
 
 from mambapool.client import Worker, connect
-from mambapool.client.transport import ask_status
+from mambapool.client.transport import ask_audit, ask_status
 from mambapool.pool.polling import readable
 from mambapool.pool.runtime_dir import RuntimeDir
+from mambapool.service.audit_checks import violations
+from mambapool.service.audited import AuditedPool
 
 START_S = 30.0
 
@@ -93,8 +95,15 @@ class Daemon:
         """Every slot of every pool is in exactly one state, in the table and in ``status``."""
         check_until_settled(self._check)
 
+    def audit(self, pool: str) -> AuditedPool:
+        """A snapshot of one pool, which has to be sound."""
+        found = AuditedPool(ask_audit(self.directory, 5.0, pool))
+        assert violations(found) == []
+        return found
+
     def _check(self) -> None:
         for pool in self.status()["pools"]:
+            self.audit(pool["name"])
             counted = sum(pool[key] for key in ("free", "held", "windows", "offered", "quarantined"))
             assert counted == pool["slots"], pool
             check_table(self.directory.slot_table(pool["name"]), pool)

@@ -18,6 +18,7 @@ from mambapool.pool import protocol
 from mambapool.pool import slot_table as st
 from mambapool.pool.layout import Geometry
 from mambapool.pool.protocol import pack, unpack
+from mambapool.service.audited import AuditedPool
 from mambapool.service.dispatcher import Dispatcher
 from mambapool.service.pools import Pool, Shard
 from mambapool.service.registry import Registry
@@ -263,6 +264,18 @@ class Client:
         if arguments[1] is not None and "posted" not in header:
             self.posted += 1
         return self.request(op, *arguments, **header)
+
+
+def audit_reply(dispatcher: Dispatcher, pool: str = "default", *, now: float = 0.0) -> dict[str, Any]:
+    """What an operator's process is sent of a pool."""
+    body = dispatcher.handle(b"operator", pack((protocol.AUDIT, 0, 1, 0, 0, 0, pool)), own_peer, now)
+    assert body is not None
+    reply: dict[str, Any] = unpack(body, len(body))[3]
+    return reply
+
+
+def audited(dispatcher: Dispatcher, pool: str = "default", *, now: float = 0.0) -> AuditedPool:
+    return AuditedPool(audit_reply(dispatcher, pool, now=now))
 
 
 def everything(dispatcher: Dispatcher) -> list[Any]:

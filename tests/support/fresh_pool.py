@@ -79,6 +79,7 @@ class FreshPool:
     def _check(self) -> None:
         status = self.status()
         assert status["free"] + status["held"] + status["windows"] + status["offered"] == self.slots, status
+        self.daemon.audit(self.name)
         check_table(self.daemon.directory.slot_table(self.name), status)
 
     def close(self) -> None:

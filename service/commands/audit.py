@@ -1,0 +1,41 @@
+"""``mambapool audit``."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import click
+
+from mambapool.pool.exits import EXIT_FAILED
+from mambapool.service.commands.common import running_daemon
+from mambapool.service.options import DURATION, dir_option, json_option, option
+
+
+@click.command(short_help="Check every slot of a running daemon; list who holds what for how long.")
+@dir_option
+@json_option
+@option("--older-than", type=DURATION, default="0s", metavar="T", help="List only what is held for longer.")
+@option("--timeout", type=DURATION, default="2s", show_default=True, metavar="T", help="Wait so long for it.")
+def audit(directory: str | None, as_json: bool, older_than: float, timeout: float) -> None:
+    """Check that every slot is in exactly one state, and list who holds what for how long, and what for.
+
+    The daemon serves meanwhile: it hands over a copy of each pool's lists, which are checked here. Exit status 1,
+    and the slots named, when something is wrong. What --older-than leaves out is checked all the same.
+
+    Ages and tags do not outlive a restart of the allocator. Of a guarantee, which its holder hands out itself, the
+    age is that of the whole and there are no tags.
+    """
+    from mambapool.client.transport import ask_audit, ask_status
+    from mambapool.service.audit_report import audit_all
+
+    place = running_daemon(directory)
+    report = audit_all(ask_status(place, timeout), lambda pool: ask_audit(place, timeout, pool), older_than)
+    if as_json:
+        click.echo(json.dumps(report.to_json()))
+    else:
+        from mambapool.service.audit_report import draw
+
+        draw(report)
+    if not report.ok:
+        sys.exit(EXIT_FAILED)
