@@ -17,6 +17,7 @@ from mambapool.pool.protocol import MAX_NUMBER, OK
 from mambapool.service.attach import AttachRequest, PeerAddress, check_peer
 from mambapool.service.audit import snapshot
 from mambapool.service.grant_notes import forget_what_was_freed
+from mambapool.service.one_slot import OneSlot
 from mambapool.service.pools import Pool
 from mambapool.service.posted import PostedMessages
 from mambapool.service.registry import Registry
@@ -42,6 +43,7 @@ class Dispatcher:
         self._turns = Turns(self.replies, self._greeting)
         self._requests = Requests(self.replies, self._turns)
         self._posted = PostedMessages(self.replies, self._turns)
+        self._one_slot = OneSlot(epoch, registry.sessions, self.replies.pack).answer
         self._without_session = {
             protocol.HELLO: self._hello,
             protocol.STATUS: self._status,
@@ -59,6 +61,9 @@ class Dispatcher:
 
         ``now`` is the monotonic clock in seconds.
         """
+        reply = self._one_slot(identity, body, now)
+        if reply is not None:
+            return reply or None
         request_id: object = 0
         try:
             message = protocol.unpack(body, self.registry.max_body_bytes)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Any
 
 from mambapool.pool.errors import ConfigError
 from mambapool.pool.slot_table import owner_word
@@ -32,6 +33,10 @@ class FaultyPool(Pool):
 
     fault = ""
     grants_until_fault = 0
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.one_slot = None  # every grant comes by grant()
 
     def grant(self, session: Session, count: int, request_id: int) -> int | Ids | None:
         granted = super().grant(session, count, request_id)

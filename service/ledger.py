@@ -139,6 +139,24 @@ class Ledger:
         self.free_count += 1
         self.next_order += 1
 
+    def swap_one(self, freed: int, holder: int) -> int:
+        """:meth:`give_back_one`, then :meth:`take_one`, which may hand out the same slot."""
+        state = self._state_items
+        if not 0 < freed <= self.slots or state[freed] != holder:
+            self._refuse([freed], holder)
+        state[freed] = -1
+        ring = self._ring_items
+        head = self._head
+        tail = head + self.free_count
+        ring[tail if tail < self.slots else tail - self.slots] = freed
+        self.next_order += 1
+        slot = ring[head]
+        head += 1
+        self._head = head if head < self.slots else 0
+        state[slot] = holder
+        self._generation_items[slot] += 1
+        return slot
+
     def give_back(self, ids: Ids, holder: int) -> None:
         """Append ``ids``, all of ``holder``, each once, to the tail in the order given."""
         if len(ids) <= SMALL_BATCH:

@@ -35,10 +35,13 @@ from mambapool.service.ledger import SMALL_BATCH, Generations, Ids
 _GRANT, _FREE, _WORD, _OFFER, _MOVE = 1, 2, 3, 4, 5
 _HEAD_WORDS = 2
 
-_put3 = struct.Struct("=3Q").pack_into
-_put5 = struct.Struct("=5Q").pack_into
-_get2 = struct.Struct("=2Q").unpack_from
-_get4 = struct.Struct("=4Q").unpack_from
+#: First words of the parts of one slot, for those who write a whole record at once.
+GRANT_ONE, FREE_ONE = _GRANT | 1 << 8, _FREE | 1 << 8
+
+_put3 = struct.Struct("@3Q").pack_into
+_put5 = struct.Struct("@5Q").pack_into
+_get2 = struct.Struct("@2Q").unpack_from
+_get4 = struct.Struct("@4Q").unpack_from
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +66,8 @@ class SlotTableWriter:
     def __init__(self, path: Path, layout: st.TableLayout, mapping: mmap.mmap) -> None:
         self.path = path
         self.layout = layout
-        self._map = mapping
-        self._items = memoryview(self._map).cast("Q")
+        self._map = self.mapping = mapping
+        self._items = self.items = memoryview(self._map).cast("Q")
         self._words = np.frombuffer(self._map, np.uint64)
         self._ids = self._words.view(np.int32)
         self._id_items = self._ids.data
@@ -164,7 +167,7 @@ class SlotTableWriter:
 
     def grant_one(self, slot: int, generation: int, owner: int, request: int) -> None:
         """Stage: ``slot`` belongs to ``owner`` (an owner word) by ``request``."""
-        _put5(self._map, self._end * 8, _GRANT | 1 << 8, owner, request, slot, generation)
+        _put5(self._map, self._end * 8, GRANT_ONE, owner, request, slot, generation)
         self._end += 5
 
     def grant(self, ids: Ids, generations: Generations, owner: int, request: int) -> None:
@@ -178,7 +181,7 @@ class SlotTableWriter:
 
     def free_one(self, slot: int, order: int, applied_address: int, applied: int) -> None:
         """Stage: ``slot`` is free, the ``order``-th to be so; its session's applied word is ``applied``."""
-        _put5(self._map, self._end * 8, _FREE | 1 << 8, order, applied_address, applied, slot)
+        _put5(self._map, self._end * 8, FREE_ONE, order, applied_address, applied, slot)
         self._end += 5
 
     def free(self, ids: Ids, order: int, applied_address: int, applied: int) -> None:

@@ -1,6 +1,6 @@
 """An allocator that crashes before any chosen store to its slot table, and is started again over the same file.
 
-The code that runs is the real one. A trace function counts the lines of ``table_writer.py`` that are about to
+The code that runs is the real one. A trace function counts the lines of the table's writers that are about to
 run, each of which stores at most one word outside the redo record, and raises :class:`Crashed` in place of the
 chosen one: what was stored before stays in the file, all else is gone, as in a process that was killed there.
 Batches are stored word by word: the vectorised path is switched off, since numpy's stores have no lines.
@@ -21,7 +21,7 @@ from leases import TestLeases
 
 from mambapool.pool import protocol
 from mambapool.pool import slot_table as st
-from mambapool.service import table_writer
+from mambapool.service import one_slot_commits, table_writer
 from mambapool.service.dispatcher import Dispatcher
 from mambapool.service.pools import Pool
 from mambapool.service.recovery import recover_table, restore
@@ -31,7 +31,7 @@ from mambapool.service.table_writer import SlotTableWriter
 SLOTS = 12
 MAX_SESSIONS = 4
 FIRST_EPOCH = 1000
-_TRACED = table_writer.__file__
+_TRACED = {table_writer.__file__, one_slot_commits.__file__}
 
 
 class Crashed(BaseException):
@@ -40,11 +40,11 @@ class Crashed(BaseException):
 
 @contextmanager
 def crash_before(line: int | None) -> Iterator[list[int]]:
-    """Crash before the ``line``-th line of ``table_writer.py`` (None: count only); yields ``[lines run]``."""
+    """Crash before the ``line``-th line of the table's writers (None: count only); yields ``[lines run]``."""
     ran = [0]
 
     def trace(frame: FrameType, event: str, _argument: Any) -> Any:
-        if frame.f_code.co_filename != _TRACED:
+        if frame.f_code.co_filename not in _TRACED:
             return None
         if event == "line":
             if line is not None and ran[0] == line:
