@@ -1,4 +1,4 @@
-"""The two messages that come by far the most, each in one go: ALLOC of one slot, which may carry the free of one, and FREE of one.
+"""The two messages that come most, each in one go: ALLOC of one slot, maybe with the free of one, and FREE of one.
 
 What they mean is what :class:`~mambapool.service.requests.Requests` and
 :class:`~mambapool.service.posted.PostedMessages` say. Whatever is not plain here (a repeat, a gap, a refusal,
