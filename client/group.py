@@ -23,6 +23,7 @@ COMPARE_EVERY = 16
 _GRACE_S = 1.0
 
 _LOOKS_BEFORE_SLEEP = 16
+_COMPARE_TURNS = 32
 _LONGEST_SLEEP_S = 0.0005
 
 
@@ -121,6 +122,8 @@ class Group:
             theirs = page.logged(0, number)
             if theirs is not None and theirs != call:
                 self.diverged(number, call, theirs)
+            if turn % _COMPARE_TURNS == 0:
+                self.compare()  # what it waits for may never come
             now = time.monotonic()
             if not deadline or (theirs is not None and not arrived):
                 # It is there now, and waits for the allocator, as long as it may itself.
@@ -210,6 +213,7 @@ class Group:
 
     def _lagged(self, of: int, number: int) -> None:
         """Waited too long: without this call the group cannot go on, so that it is broken for all."""
+        self.compare()
         self.page.accuse(self.rank, gp.LAGGED, of, number)
         behind = self.page.position(of)
         self._fail(

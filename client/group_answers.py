@@ -114,6 +114,8 @@ class Following:
     def _answer(self, call: int, wait: float) -> tuple[int, Answer]:
         number = self._group.begin(call)
         answer = self._group.answer(number, call, wait)
+        # Rank 0 has come as far: frees and ends before this call, which wait for no answer, can be compared.
+        self._group.compare()
         if answer.status > protocol.NONE:
             text = self._group.data(number, answer).decode("utf-8", "ignore").rstrip()
             raise protocol.error_from([answer.status, b"", f"rank 0: {text}"])
