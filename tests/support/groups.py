@@ -45,11 +45,15 @@ def join(pool: FreshPool, world_size: int, **options: Any) -> list[Worker]:
 class RemoteGroup:
     """A group of processes, each of which does what it is told with its ``worker`` and ``allocator``."""
 
-    def __init__(self, children: Children, pool: FreshPool, world_size: int, **options: Any) -> None:
+    def __init__(
+        self, children: Children, pool: FreshPool, world_size: int, *, absent: tuple[int, ...] = (), **options: Any
+    ) -> None:
+        """``absent``: ranks that do not come."""
         self.name: str = options.setdefault("group", new_name())
         self.ranks = [
             RemoteClient(children, pool, rank=rank, world_size=world_size, name=f"rank-{rank}", **options)
             for rank in range(world_size)
+            if rank not in absent
         ]
 
     def sessions(self) -> list[int]:
