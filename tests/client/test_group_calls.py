@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from fresh_pool import FreshPool, FreshPoolFactory, ids
+from fresh_pool import FreshPool, FreshPoolFactory, granted, ids
 from groups import join, on_all
 
 from mambapool.client import Worker
+from mambapool.client.allocator import SlotAllocator
 from mambapool.pool.errors import DoubleFree, GroupBroken, InvalidSlots, NotHolder, RankDiverged
 from mambapool.pool.group_page import LEAD
 
@@ -73,7 +76,7 @@ def test_only_rank_0_sends_messages(pool: FreshPool) -> None:
     before = [rank.messages for rank in ranks]
     for rank in ranks:
         rank.allocator.alloc_group_begin(8)
-        slots = [rank.allocator.alloc(1) for _ in range(5)]
+        slots = [granted(rank.allocator.alloc(1)) for _ in range(5)]
         rank.allocator.free(slots[0])
         rank.allocator.alloc_group_end()
         assert rank.allocator.available_size() == 12
@@ -125,7 +128,9 @@ def test_a_rank_too_far_ahead_waits_and_then_names_the_laggard(pool: FreshPool, 
     first, second = join(pool, 2, timeout=0.5, guarantee=guarantee)
     for _ in range(LEAD):
         first.allocator.available_size()
-    with pytest.raises(GroupBroken, match=rf"rank 1 \(session {second.session}, pid \d+\) has made 0 calls.*0\.5 s"):
+    with pytest.raises(
+        GroupBroken, match=rf"rank 1 \(session {second.session}, pid \d+\) has made 0 calls.*0\.5 s"
+    ):
         first.allocator.available_size()
     with pytest.raises(GroupBroken, match=r"rank 0 waited too long for rank 1"):
         second.allocator.available_size()
@@ -139,7 +144,7 @@ def test_a_rank_that_waits_longer_than_its_timeout_names_rank_0(pool: FreshPool)
         first.allocator.alloc(1)
 
 
-DIFFERENT = {
+DIFFERENT: dict[str, tuple[Callable[[SlotAllocator], object], str]] = {
     "alloc": (lambda a: a.alloc(3), r"alloc\(3\)"),
     "alloc that waits": (lambda a: a.alloc(2, timeout=0.1), r"alloc\(2, timeout=…\)"),
     "begin": (lambda a: a.alloc_group_begin(2), r"alloc_group_begin\(2\)"),
@@ -161,10 +166,9 @@ def test_a_different_call_is_named_with_rank_0s(pool: FreshPool, name: str) -> N
     first.allocator.alloc(2)
     assert ids(third.allocator.alloc(2)) == [5, 6]
     diverged = rf"call 2: rank 1 called {text}, rank 0 called alloc\(2\)$"
-    with pytest.raises(RankDiverged, match=diverged):
-        call(second.allocator)
-        second.allocator.available_size()  # a free and an end wait for nobody: found at the next look
-    for _ in range(2):  # … and for ever
+    with contextlib.suppress(RankDiverged):
+        call(second.allocator)  # a free and an end wait for nobody: that is found at the next look
+    for _ in range(2):
         with pytest.raises(RankDiverged, match=diverged):
             second.allocator.alloc(1)
     for other in (first, third):
@@ -189,7 +193,12 @@ def test_misuse_is_refused_on_each_rank_and_is_no_call(pool: FreshPool) -> None:
     for rank in ranks:
         slots = rank.allocator.alloc(3)
         assert ids(slots) == [2, 3, 4]
-        for wrong, error in (([2, 9], DoubleFree), (other, NotHolder), ([0], InvalidSlots), ([2, 2], InvalidSlots)):
+        for wrong, error in (
+            ([2, 9], DoubleFree),
+            (other, NotHolder),
+            ([0], InvalidSlots),
+            ([2, 2], InvalidSlots),
+        ):
             with pytest.raises(error):
                 rank.allocator.free(torch.tensor(wrong))
         with pytest.raises(ValueError, match="-1"):
@@ -200,7 +209,7 @@ def test_misuse_is_refused_on_each_rank_and_is_no_call(pool: FreshPool) -> None:
 
 def test_nothing_free_is_none_on_every_rank(pool: FreshPool) -> None:
     ranks = join(pool, 2)
-    taken = pool.owner.allocator.alloc(13)
+    taken = granted(pool.owner.allocator.alloc(13))
     assert [rank.allocator.alloc(4) for rank in ranks] == [None, None]
     assert [rank.allocator.alloc(17) for rank in ranks] == [None, None]
     assert [ids(rank.allocator.alloc(3)) for rank in ranks] == [[14, 15, 16]] * 2

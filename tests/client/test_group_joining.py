@@ -29,7 +29,9 @@ def pages(pool: FreshPool) -> list[str]:
 def test_who_is_missing_is_named_after_the_timeout(pool: FreshPool) -> None:
     group = new_name()
     began = time.monotonic()
-    with pytest.raises(GroupBroken, match=rf"group {group}: rank 1 of 4 joined, ranks 0, 2, 3 did not within 0\.[34]"):
+    with pytest.raises(
+        GroupBroken, match=rf"group {group}: rank 1 of 4 joined, ranks 0, 2, 3 did not within 0\.[34]"
+    ):
         pool.connect(group=group, rank=1, world_size=4, timeout=0.3)
     assert time.monotonic() - began < 0.8
     # Nothing is left of it: another engine may have the name, in another size.
@@ -86,7 +88,9 @@ def test_ranks_that_differ_are_refused_naming_the_field_and_both(pool: FreshPool
     waiting = threading.Thread(target=wait_alone)
     waiting.start()
     wait_until(lambda: len(pool.status()["holders"]) == 2, "rank 0 has joined")
-    pattern = text.format(pid=os.getpid()).replace(".*", rf"group {group} of rank 0 \(first, session \d+, pid \d+\)")
+    pattern = text.format(pid=os.getpid()).replace(
+        ".*", rf"group {group} of rank 0 \(first, session \d+, pid \d+\)"
+    )
     with pytest.raises(GeometryMismatch, match=pattern):
         pool.connect(rank=1, name="late", **{**options, **different})
     waiting.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ import pytest
 import torch
 from daemons import SMALL_STATE, Daemon, mambapool, wait_until
 from fresh_pool import FreshPool, FreshPoolFactory, ids
-from groups import RemoteGroup, connect_to, join, new_name, on_all
+from groups import RemoteGroup, connect_to, join, on_all
 from leased_clients import RECLAIM_S, all_free, outage, restart
 from processes import Children
 
@@ -63,11 +64,13 @@ def test_the_slots_of_a_dead_rank_are_kept_until_all_have_ended(
         assert f"group {group.name}: rank {dies} (session {victim.session}, pid {victim.pid}) died" in text
         assert "slots are kept until all its ranks have ended" in text
     # Nobody takes its place, and nobody its name.
-    with pytest.raises(GroupBroken, match=rf"cannot be joined: rank {dies} .* has ended. Its slots are kept until"):
+    with pytest.raises(
+        GroupBroken, match=rf"cannot be joined: rank {dies} .* has ended. Its slots are kept until"
+    ):
         pool.connect(group=group.name, rank=dies, world_size=3, guarantee=guarantee)
     for rank in others[:-1]:
         rank.kill()
-        wait_until(lambda session=rank.session: is_gone(pool, session), "the rank is gone")
+        wait_until(functools.partial(is_gone, pool, rank.session), "the rank is gone")
     restart(pool.daemon)
     assert pool.available == 16 - held
     assert pool.owner.allocator.alloc(16 - held + 1) is None
@@ -118,9 +121,7 @@ def test_a_step_goes_on_over_a_restart(children: Children, pool: FreshPool, guar
 
 
 @pytest.mark.parametrize("guarantee", [0, 8])
-def test_equal_calls_over_a_restart_get_equal_answers(
-    children: Children, pool: FreshPool, guarantee: int
-) -> None:
+def test_equal_calls_over_a_restart_get_equal_answers(children: Children, pool: FreshPool, guarantee: int) -> None:
     group = RemoteGroup(children, pool, 3, guarantee=guarantee, timeout=30.0)
     group.ask("allocator.alloc_group_begin(4)")
     assert group.ask("allocator.alloc(1)") == [[1]] * 3
