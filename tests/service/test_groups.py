@@ -114,6 +114,7 @@ def test_hello_again_is_the_same_rank(engine: Engine) -> None:
 @pytest.mark.parametrize("limit", [None, 12])
 def test_a_rank_that_differs_leaves_nothing(engine: Engine, limit: int | None) -> None:
     engine.hello(0, limit=12)
+    different: dict[str, Any]
     for different in ({"world_size": 2}, {"limit": 11}, {"limit": limit, "guarantee": 2}):
         reply = engine.hello(1, **{"limit": 12, **different})
         assert reply[2] == protocol.GEOMETRY_MISMATCH
@@ -147,7 +148,7 @@ def test_a_world_size_must_be_the_number_of_shards(tmp_path: Path) -> None:
     ],
 )
 def test_what_makes_no_group_is_malformed(engine: Engine, field: str, value: object) -> None:
-    fields = hello_map(**{"group": "g", "world_size": 3, "rank": 0, field: value})
+    fields = hello_map() | {"group": "g", "world_size": 3, "rank": 0, field: value}
     with pytest.raises(ProtocolError, match=field if field != "rank" else "rank 3 is out of range"):
         AttachRequest.from_wire(fields)
 
