@@ -191,7 +191,7 @@ def test_a_clear_that_a_rank_does_not_come_to_names_it(pool: FreshPool) -> None:
     first, second = join(pool, 2, timeout=0.3)
     for rank in (first, second):
         rank.allocator.alloc(2)
-    with pytest.raises(GroupBroken, match="rank 1 .*has made 1 calls and did not come to call 2 of rank 0"):
+    with pytest.raises(GroupBroken, match=r"rank 1 .*has made 1 calls and did not come to call 2 of rank 0"):
         first.allocator.clear()
     assert pool.held_by(first) == {1, 2}
     with pytest.raises(GroupBroken, match="rank 0 waited too long for rank 1"):

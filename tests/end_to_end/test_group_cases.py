@@ -91,11 +91,12 @@ _CHECK_THEN_ACT = """
     directory, options, seed = json.loads(sys.argv[1])
     worker = connect(directory, timeout=30.0, **options)
     chance, nothing, sizes = random.Random(seed), 0, []
-    for _ in range(150):
-        available = worker.allocator.available_size()
-        wanted = min(available, 8)
+    while len(sizes) < 60:
+        wanted = min(worker.allocator.available_size(), 8)
         if not wanted:
+            time.sleep(0.0005)
             continue
+        time.sleep(chance.uniform(0, 0.002))
         slots = worker.allocator.alloc(wanted)
         if slots is None:
             nothing += 1
