@@ -7,7 +7,7 @@ SOURCES := $(sort $(wildcard pool/*.py client/*.py client/*/*.py service/*.py))
 
 SOAK ?= 30s
 
-.PHONY: demo test soak faults check format install clean force
+.PHONY: demo test soak faults groups check format install clean force
 .DEFAULT_GOAL := install
 
 demo: install  ## Daemon, 4 schedulers and a real trace, in a temporary directory
@@ -20,7 +20,10 @@ soak: install  ## Random kills under load; SOAK=10m for longer
 	$(BIN)/python tests/faults/soak.py --seconds $(SOAK)
 
 faults: install  ## A crash before every store, each with a crash at every store of the recovery
-	MAMBAPOOL_ALL_CRASH_POINTS=1 $(BIN)/python -m pytest -n auto tests/faults --timeout 3600
+	MAMBAPOOL_ALL_CRASH_POINTS=1 ALL_GROUP_RUNS=1 $(BIN)/python -m pytest -n auto tests/faults --timeout 3600
+
+groups: install  ## Ranks over dying allocators, and beside a rival, in full size
+	ALL_GROUP_RUNS=1 $(BIN)/python -m pytest -n auto tests/faults/test_group_restarts.py tests/faults/test_group_limbo.py
 
 check: install  ## Lint and types
 	$(BIN)/ruff check .

@@ -21,6 +21,7 @@ from mambapool.pool.slot_table import H_LOST
 
 #: alloc(1), by far the most frequent call.
 ALLOC_ONE = call_word(ALLOC, 1)
+_FREE_ONE = call_word(FREE, 1)
 
 
 class GroupCalls(SlotAllocator):
@@ -46,10 +47,13 @@ class GroupCalls(SlotAllocator):
         slots = [slot] if slot >= 0 else slot_ids(free_index, size=self._largest_id(), what="free")
         if not slots:
             return
-        with self.in_turn():
+        if self._unusable is not None or self._table_items[H_LOST]:
+            self._check_local()
+        with self._group.lock:
             with self._lock:
                 self._record.give_back(slots)
-            self._group.begin(free_word(slots))
+            # Not under the lock of the record: it may wait for a rank, and the background thread must not.
+            self._group.begin(_FREE_ONE | slots[0] if len(slots) == 1 else free_word(slots))
             with self._lock:
                 self._take_back(slots)
 
@@ -68,6 +72,18 @@ class GroupCalls(SlotAllocator):
         with self._group.lock:
             yield
 
+    def _take_from_window(self) -> torch.Tensor | None:
+        """An alloc(1) that needs no answer: every rank has the same window. None: that is used up."""
+        if self._unusable is not None or self._table_items[H_LOST]:
+            self._check_local()
+        with self._group.lock:
+            if not self._window:
+                return None
+            self._group.begin(ALLOC_ONE)
+            slot = self._window.pop()
+            self._marks[slot] = 1
+        return self._tensors.get(slot)
+
     def _check_local(self) -> None:
         """What ends this client at once. What the allocator refused is told to all ranks, with an answer."""
         if (reason := self._unusable) is not None:
@@ -85,7 +101,5 @@ class GroupCalls(SlotAllocator):
 
 
 def free_word(slots: list[int]) -> int:
-    """A free as a call word."""
-    if len(slots) == 1:
-        return call_word(FREE, 1, slots[0])
+    """A free of several as a call word."""
     return call_word(FREE, len(slots), digest(np.array(slots, "<i4").tobytes()))

@@ -32,16 +32,14 @@ class FollowerAllocator(GroupCalls):
 
     def alloc(self, need_size: SupportsIndex, timeout: float | None = None) -> torch.Tensor | None:
         """``need_size`` slots, the same ones on every rank, or None on every rank."""
+        if need_size == 1 and self._window and (slot := self._take_from_window()) is not None:
+            return slot
         count = whole_number(need_size)
         if count == 0:
             return self._no_slots()
         call = call_word(calls.ALLOC, count, int(bool(timeout)))
         with self.in_turn():
-            if count == 1 and self._window:
-                self._group.begin(call)
-                slots: list[int] | None = [self._window.pop()]
-            else:
-                slots = self.shared.slots(call, _rank_0_grants, timeout or 0.0)
+            slots = self.shared.slots(call, _rank_0_grants, timeout or 0.0)
             if slots is None:
                 return None
             with self._lock:

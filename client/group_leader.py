@@ -47,16 +47,13 @@ class LeaderAllocator(GroupCalls):
 
     def alloc(self, need_size: SupportsIndex, timeout: float | None = None) -> torch.Tensor | None:
         """``need_size`` slots, the same ones on every rank, or None on every rank."""
+        if need_size == 1 and self._window and (slot := self._take_from_window()) is not None:
+            return slot
         count = whole_number(need_size)
         if count == 0:
             return self._no_slots()
         call = call_word(calls.ALLOC, count, int(bool(timeout)))
         with self.in_turn():
-            if count == 1 and self._window:
-                self._group.begin(call)
-                slot = self._window.pop()
-                self._marks[slot] = 1
-                return self._tensors.get(slot)
             slots = self.shared.slots(call, lambda: self._serve(count, timeout))
         return None if slots is None else self._as_tensor(slots)
 
