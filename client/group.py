@@ -45,7 +45,6 @@ class Group:
         self._compare_at = COMPARE_EVERY
         self._room_until = gp.LEAD
         self._fault: MambaPoolError | None = None
-        # A fence of its own has whoever queues work on a GPU: `page.set_fence` as it finishes.
         self.page.set_fence(rank, gp.NO_FENCE)
 
     def __repr__(self) -> str:
@@ -159,6 +158,14 @@ class Group:
     def passed(self) -> int:
         """The last call before which every rank has finished everything: slots freed up to it may leave the group."""
         return self.page.passed()
+
+    def use_fences(self) -> None:
+        """From now on what this rank has queued on a GPU counts, too: see :meth:`fenced`. Else its calls say it all."""
+        self.page.set_fence(self.rank, self.position)
+
+    def fenced(self, call: int) -> None:
+        """This rank's GPU has finished all that was queued before its call number ``call``; only grows."""
+        self.page.set_fence(self.rank, call)
 
     def oldest_unread(self) -> int:
         """Rank 0: the oldest answer that some rank may still have to read."""

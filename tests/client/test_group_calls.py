@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from daemons import wait_until
 from fresh_pool import FreshPool, FreshPoolFactory, granted, ids
 from groups import join, on_all
 
 from mambapool.client import Worker
 from mambapool.client.allocator import SlotAllocator
+from mambapool.client.group import COMPARE_EVERY
 from mambapool.pool.errors import DoubleFree, GroupBroken, InvalidSlots, NotHolder, RankDiverged
 from mambapool.pool.group_page import LEAD
 
@@ -174,6 +176,42 @@ def test_a_different_call_is_named_with_rank_0s(pool: FreshPool, name: str) -> N
     for other in (first, third):
         with pytest.raises(GroupBroken, match="rank 1 made another call than rank 0 at call 2"):
             other.allocator.alloc(1)
+
+
+@pytest.mark.parametrize("found_by", ["the next window", "the background", "the sixteenth call"])
+def test_with_a_guarantee_a_different_call_is_found_soon(pool: FreshPool, found_by: str) -> None:
+    first, second = join(pool, 2, guarantee=8)
+    for rank in (first, second):
+        rank.allocator.alloc(1)
+    first.allocator.free(torch.tensor([1]))
+    assert second.allocator.alloc(1) is not None  # nobody waits, so nobody notices yet
+    text = r"call 2: rank 1 called alloc\(1\), rank 0 called free\(slot 1\)$"
+
+    def come_to_it() -> None:
+        match found_by:
+            case "the next window":
+                second.allocator.alloc_group_begin(2)
+            case "the background":
+                group = second.allocator._group  # type: ignore[attr-defined]
+                wait_until(lambda: group._fault is not None, "it was found")
+                second.allocator.available_size()
+            case _:
+                for _ in range(COMPARE_EVERY):
+                    second.allocator.available_size()
+
+    with pytest.raises(RankDiverged, match=text):
+        come_to_it()
+    with pytest.raises(GroupBroken, match="rank 1 made another call than rank 0 at call 2"):
+        first.allocator.alloc(1)
+
+
+def test_with_a_guarantee_nobody_waits_for_anybody(pool: FreshPool, fresh_pool: FreshPoolFactory) -> None:
+    alone = script(fresh_pool(16).connect(guarantee=8), 5, 200, 8)
+    ranks = join(pool, 3, guarantee=8, timeout=30.0)
+    before = [rank.messages for rank in ranks]
+    for rank in reversed(ranks):  # one after the other, the last rank first
+        assert script(rank, 5, 200, 8) == alone
+    assert [rank.messages for rank in ranks] == before
 
 
 def test_a_free_of_other_slots_is_another_call(pool: FreshPool) -> None:

@@ -202,12 +202,14 @@ def test_a_fence_holds_a_slot_back_as_a_position_does(pool: FreshPool) -> None:
     """The seam for a GPU: a rank's fence is behind its calls."""
     ranks = join(pool, 2)
     group = ranks[1].allocator._group  # type: ignore[attr-defined]
-    group.page.set_fence(1, 0)
+    group.use_fences()
     for rank in ranks:
         rank.allocator.alloc(3)
         rank.allocator.free(torch.tensor([2]))
     stays(pool, 5)
-    group.page.set_fence(1, 2)
+    group.fenced(1)
+    stays(pool, 5)
+    group.fenced(2)
     comes_to(pool, 6)
 
 
