@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # One more than there are cores: tests wait for processes, sockets and clocks.
 JOBS ?= $(shell expr $$(nproc) + 1)
 
-.PHONY: demo test soak faults check format install clean force
+.PHONY: demo test soak faults groups check format install clean force
 .DEFAULT_GOAL := install
 
 demo: install  ## Daemon, 4 schedulers and a real trace, in a temporary directory
@@ -25,7 +25,10 @@ soak: install  ## Random kills under load; SOAK=10m for longer
 	$(BIN)/python tests/faults/soak.py --seconds $(SOAK)
 
 faults: install  ## A crash before every store, each with a crash at every store of the recovery
-	MAMBAPOOL_ALL_CRASH_POINTS=1 $(BIN)/python -m pytest -n $(JOBS) tests/faults --timeout 3600
+	MAMBAPOOL_ALL_CRASH_POINTS=1 ALL_GROUP_RUNS=1 $(BIN)/python -m pytest -n $(JOBS) tests/faults --timeout 3600
+
+groups: install  ## Ranks over dying allocators, and beside a rival, in full size
+	ALL_GROUP_RUNS=1 $(BIN)/python -m pytest -n $(JOBS) tests/faults/test_group_restarts.py tests/faults/test_group_limbo.py
 
 check: install  ## Lint and types
 	$(BIN)/ruff check .

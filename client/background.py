@@ -9,32 +9,39 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from typing import Protocol
 
-from mambapool.client.transport import Transport
+
+class Ticking(Protocol):
+    """Something that is looked after."""
+
+    def tick(self) -> None:
+        """Do what no call does; returns soon, raises nothing."""
+
 
 #: How soon something that no call takes care of is taken care of.
 TICK_S = 0.05
 
 
 class Background:
-    """Weakly knows the transports of one process; started by the first."""
+    """Weakly knows the sessions of one process; started by the first."""
 
     def __init__(self) -> None:
-        self._transports: weakref.WeakSet[Transport] = weakref.WeakSet()
+        self._sessions: weakref.WeakSet[Ticking] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._started = False
 
-    def add(self, transport: Transport) -> None:
+    def add(self, session: Ticking) -> None:
         with self._lock:
-            self._transports.add(transport)
+            self._sessions.add(session)
             if not self._started:
                 # A daemon: a client that is never closed keeps no process from ending.
                 threading.Thread(target=self._run, name="mambapool", daemon=True).start()
                 self._started = True
 
-    def remove(self, transport: Transport) -> None:
+    def remove(self, session: object) -> None:
         with self._lock:
-            self._transports.discard(transport)
+            self._sessions.discard(session)  # type: ignore[arg-type]
 
     def _run(self) -> None:
         while True:
@@ -42,11 +49,11 @@ class Background:
             _pause.wait(TICK_S)
 
     def _tick_all(self) -> None:
-        # A function of its own: no name here keeps a transport alive during the pause.
+        # A function of its own: no name here keeps a session alive during the pause.
         with self._lock:
-            transports = list(self._transports)
-        for transport in transports:
-            transport.tick()
+            sessions = list(self._sessions)
+        for session in sessions:
+            session.tick()
 
 
 # Never set: a wait that, unlike time.sleep, ends with the interpreter.

@@ -76,7 +76,7 @@ class GuaranteedAllocator(SlotAllocator):
             protocol.check_tag(tag)
         count = whole_number(num_reqs)
         self._check_usable()
-        self.alloc_group_end()
+        self._end_window()
         with self._lock:
             taken = self._take(min(count, len(self._list)) if partial else count)
             if taken:
@@ -87,10 +87,7 @@ class GuaranteedAllocator(SlotAllocator):
     def alloc_group_end(self) -> None:
         """Close the window: what is left unused goes to the end of the list."""
         self._check_usable()
-        unused = drain(self._window)
-        with self._lock:
-            self._list.extend(unused)
-            self._window_open = False
+        self._end_window()
 
     def clear(self) -> None:
         """Free everything that this client holds, but for what is on offer; the list is in ascending order again."""
@@ -104,7 +101,7 @@ class GuaranteedAllocator(SlotAllocator):
             self._list.extend(sorted(self._guaranteed))
             self._window_open = False
             if transferred:
-                self._posted.append(protocol.FREE, packed(transferred), len(transferred))
+                self._give_transferred(transferred)
         self._transport.flush()
 
     def disable(self, reason: MambaPoolError) -> None:
@@ -119,9 +116,19 @@ class GuaranteedAllocator(SlotAllocator):
         """Under the lock: freed slots, in call order."""
         transferred = [slot for slot in slots if slot not in self._guaranteed]
         if transferred:
-            self._posted.append(protocol.FREE, packed(transferred), len(transferred))
+            self._give_transferred(transferred)
             slots = [slot for slot in slots if slot in self._guaranteed]
         self._list.extend(slots)
+
+    def _give_transferred(self, slots: list[int]) -> None:
+        """Under the lock: freed slots that came by a transfer, on their way to the allocator."""
+        self._posted.append(protocol.FREE, packed(slots), len(slots))
+
+    def _end_window(self) -> None:
+        unused = drain(self._window)
+        with self._lock:
+            self._list.extend(unused)
+            self._window_open = False
 
     def _alloc_more(self, need_size: SupportsIndex, timeout: float | None) -> torch.Tensor | None:
         count = whole_number(need_size)

@@ -25,14 +25,18 @@ from mambapool.pool.errors import (
     PoolLost,
     ProtocolError,
 )
+from mambapool.pool.group_page import MAX_WORLD_SIZE, check_group_name
 from mambapool.pool.handover import receive_block
 from mambapool.pool.runtime_dir import RuntimeDir, candidates, check_pool_name
-from mambapool.pool.slot_table import H_LOST
+from mambapool.pool.slot_table import H_LOST, owner_word
 
 if TYPE_CHECKING:
     import torch
 
     from mambapool.client.allocator import SlotAllocator
+    from mambapool.client.group import Group
+    from mambapool.client.group_transfers import GroupTransfers
+    from mambapool.client.transfers import Transfers
     from mambapool.pool.state_pool import StatePool
 
 #: close() waits so long at most for the allocator to say goodbye.
@@ -53,6 +57,8 @@ def connect(
     device: str | torch.device = "cpu",
     timeout: float = 5.0,
     rank: int = 0,
+    world_size: int = 1,
+    group: str | None = None,
     guarantee: int = 0,
     limit: int | None = None,
     create_slots: int | None = None,
@@ -65,6 +71,11 @@ def connect(
     at, and the first one with a ``ready`` file is taken. ``name`` is what ``status`` and logs call this session
     (default: the process's). ``device`` is where slot tensors live. ``timeout``, in seconds, bounds every wait
     for an answer, this call included.
+
+    ``group`` attaches one of the ``world_size`` ranks of a tensor-parallel engine, each with its own shard, each in a
+    process of its own. All of them make the same calls in the same order, and get the same answers; they hold slots
+    as one. connect waits until all ranks are there; :class:`~mambapool.pool.errors.GroupBroken` names who is
+    missing, or who has this rank already.
 
     ``guarantee=G`` grants G slots whole, which this session then lists locally: no call costs a message, and
     nobody else can have them. While free slots do not cover it yet, connect waits, up to ``timeout``;
@@ -83,6 +94,7 @@ def connect(
     _check_device(device)
     if not 0 < timeout < math.inf:
         raise ValueError(f"timeout must be a number of seconds above 0, not {timeout!r}")
+    _check_rank(rank, world_size, group)
     deadline = time.monotonic() + timeout
     directory = _find_daemon(dir, deadline, timeout)
     hello: dict[str, Any] = {
@@ -97,9 +109,12 @@ def connect(
         "slots": slots,
         "expect": _expectations(expect),
     }
+    if group is not None:
+        hello |= {"group": group, "world_size": world_size}
     transport = Transport(directory, timeout, hello, deadline=deadline)
     try:
-        return Worker(transport, directory, device, rank, deadline)
+        member = None if group is None else _join(transport, directory, group, rank, deadline)
+        return Worker(transport, directory, device, rank, deadline, member)
     except BaseException:
         transport.detach(CLOSE_S)
         raise
@@ -119,11 +134,8 @@ class Worker:
         device: str | torch.device,
         rank: int,
         deadline: float,
+        group: Group | None = None,
     ) -> None:
-        from mambapool.client.allocator import SlotAllocator
-        from mambapool.client.guaranteed import GuaranteedAllocator
-        from mambapool.client.transfers import Transfers
-
         session = transport.session
         self._transport = transport
         self._pool: StatePool | None = None
@@ -133,11 +145,13 @@ class Worker:
         if session["shards"]:
             self._pool = _attach_shard(directory, session["shards"], rank, device, deadline)
         debug = os.environ.get("MAMBAPOOL_DEBUG", "") not in ("", "0")
-        kind = GuaranteedAllocator if session["guarantee"] else SlotAllocator
-        self.allocator: SlotAllocator = kind(transport, device, debug=debug)
-        self._transfers = Transfers(transport, self.allocator)
+        self.allocator: SlotAllocator
+        self._transfers: Transfers | GroupTransfers
+        self.allocator, self._transfers = _allocator(transport, device, group, debug=debug)
         transport.on_end = self.allocator.disable
         background().add(transport)
+        if group is not None:
+            background().add(self.allocator)  # type: ignore[arg-type]
         _workers.add(self)
 
     def __repr__(self) -> str:
@@ -188,6 +202,7 @@ class Worker:
         self._closed = True
         _workers.discard(self)
         background().remove(self._transport)
+        background().remove(self.allocator)
         # No cycle: the slot table's mapping and descriptor go with the last reference.
         self._transport.on_end = None
         self.allocator.disable(ClientClosed("this client was closed: connect again"))
@@ -218,6 +233,43 @@ class Worker:
         )
 
 
+def _join(transport: Transport, directory: RuntimeDir, name: str, rank: int, deadline: float) -> Group:
+    """The group, complete."""
+    from mambapool.client.group import Group
+
+    session = transport.session
+    group = Group(directory.path / session["group"], name, rank, transport.timeout)
+    group.join(deadline)
+    if session["guarantee"] and rank:
+        # Rank 0 was told by HELLO; the table has the same slots in the same order.
+        owner = owner_word(group.holder)
+        session["granted"] = transport.table.granted(owner, protocol.FIRST_REQUEST).astype("<i4").tobytes()
+    return group
+
+
+def _allocator(
+    transport: Transport, device: str | torch.device, group: Group | None, *, debug: bool
+) -> tuple[SlotAllocator, Transfers | GroupTransfers]:
+    """The kind of allocator that the session asked for."""
+    from mambapool.client.allocator import SlotAllocator
+    from mambapool.client.guaranteed import GuaranteedAllocator
+    from mambapool.client.transfers import Transfers
+
+    guarantee = transport.session["guarantee"]
+    if group is None:
+        kind = GuaranteedAllocator if guarantee else SlotAllocator
+        allocator = kind(transport, device, debug=debug)
+        return allocator, Transfers(transport, allocator)
+    from mambapool.client.group_follower import FollowerAllocator
+    from mambapool.client.group_guaranteed import GroupGuaranteedAllocator
+    from mambapool.client.group_leader import LeaderAllocator
+    from mambapool.client.group_transfers import GroupTransfers
+
+    of_group = GroupGuaranteedAllocator if guarantee else FollowerAllocator if group.rank else LeaderAllocator
+    rank_allocator = of_group(transport, device, group, debug=debug)
+    return rank_allocator, GroupTransfers(transport, rank_allocator, group)
+
+
 def _require_torch() -> None:
     try:
         import torch  # noqa: F401
@@ -236,6 +288,18 @@ def _check_device(device: str | torch.device) -> None:
         raise ConfigError(
             f"device {str(device)!r} cannot be used ({reason}): pass 'cpu', or one that can"
         ) from error
+
+
+def _check_rank(rank: int, world_size: int, group: str | None) -> None:
+    if group is None:
+        if world_size != 1:
+            raise ConfigError(f"world_size={world_size} needs group=NAME, which its ranks have in common")
+        return
+    check_group_name(group)
+    if not 0 < world_size <= MAX_WORLD_SIZE:
+        raise ConfigError(f"world_size must be 1 to {MAX_WORLD_SIZE}, not {world_size}")
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank {rank} is out of range: group {group} has ranks 0 to {world_size - 1}")
 
 
 def _find_daemon(named: str | os.PathLike[str] | None, deadline: float, timeout: float) -> RuntimeDir:

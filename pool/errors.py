@@ -71,6 +71,17 @@ class ClientClosed(MambaPoolError):
     """Raised when a client is used after ``close()``."""
 
 
+# A group's: its ranks do not go on together. Each client of the group raises it at every call from then on.
+
+
+class RankDiverged(MambaPoolError):
+    """Raised when a rank makes another call than rank 0; names both calls and their number."""
+
+
+class GroupBroken(MambaPoolError):
+    """Raised when a group cannot go on, or cannot be joined; names the rank that is missing, late, gone or there."""
+
+
 # The operator's: what was typed, or a file, cannot be used.
 
 

@@ -78,6 +78,7 @@ REFUSED: Final = 26
 NOT_OPEN: Final = 27  # the request was cancelled, or its reply was acknowledged
 GUARANTEE_EXCEEDED: Final = 28
 POOL_LOST: Final = 29
+GROUP_BROKEN: Final = 30
 
 _ERROR_OF_STATUS: Final[dict[int, type[errors.MambaPoolError]]] = {
     DOUBLE_FREE: errors.DoubleFree,
@@ -96,6 +97,7 @@ _ERROR_OF_STATUS: Final[dict[int, type[errors.MambaPoolError]]] = {
     NOT_OPEN: errors.ProtocolError,
     GUARANTEE_EXCEEDED: errors.GuaranteeExceeded,
     POOL_LOST: errors.PoolLost,
+    GROUP_BROKEN: errors.GroupBroken,
 }
 _STATUS_OF_ERROR: Final = {
     errors.DoubleFree: DOUBLE_FREE,
@@ -111,7 +113,11 @@ _STATUS_OF_ERROR: Final = {
     errors.AllocatorUnavailable: REFUSED,
     errors.GuaranteeExceeded: GUARANTEE_EXCEEDED,
     errors.PoolLost: POOL_LOST,
+    errors.GroupBroken: GROUP_BROKEN,
 }
+
+#: A client's first request is HELLO; a guarantee is granted by it.
+FIRST_REQUEST: Final = 1
 
 #: Every number on the wire is below this, so that it is an int64 wherever it is kept.
 MAX_NUMBER: Final = 2**63

@@ -6,7 +6,7 @@ index. In order:
 
 ==========  ==================================================================================
 header      512 words: what the file is, the epoch, ``seq``, ``done``, the free count
-sessions    16 words for each of ``max_sessions``
+sessions    24 words for each of ``max_sessions``
 rows        five arrays of ``slots + 1`` words: owner, request, generation, order, offered
 redo        the change that is being written, as absolute new values
 ==========  ==================================================================================
@@ -37,7 +37,7 @@ import numpy.typing as npt
 from mambapool.pool.errors import AllocatorUnavailable, ProtocolError, RuntimeDirError, VersionMismatch
 
 MAGIC: Final = int.from_bytes(b"MAMBPOOL", "little")
-LAYOUT_VERSION: Final = 1
+LAYOUT_VERSION: Final = 2
 
 # Header words. SEQ, DONE and FREE_COUNT change with every call and have a cache line of their own.
 H_MAGIC: Final = 0
@@ -62,12 +62,14 @@ S_LEASE: Final = 1  # two words
 S_APPLIED: Final = 3  # number of the last posted message that was applied
 S_WINDOW: Final = 4  # request id of the BEGIN whose window is open, 0: none
 S_RANK: Final = 5
-S_GROUP: Final = 6
+S_GROUP: Final = 6  # the session that founded its group, 0: it is in none
 S_GUARANTEE: Final = 7
 S_LIMIT: Final = 8
 S_PID: Final = 9
 S_NAME: Final = 10  # six words of UTF-8, cut off and padded with zeros
-SESSION_WORDS: Final = 16
+S_WORLD_SIZE: Final = 16
+S_GROUP_NAME: Final = 17  # six words, as the name
+SESSION_WORDS: Final = 24
 NAME_BYTES: Final = 48
 
 # The row arrays, in the order in which they lie.
@@ -206,6 +208,14 @@ class SlotTableReader:
             deadline = self._wait_for_writer(deadline)
         free = np.flatnonzero(owners[1:] == 0) + 1
         return applied, free[np.argsort(orders[free], kind="stable")]
+
+    def granted(self, owner: int, request: int) -> npt.NDArray[np.int64]:
+        """What an owner word has by one request, in the order in which it was granted. Looks at every row."""
+        owners, requests, orders = (
+            self.words[self.layout.field(field) :][: self.layout.slots + 1] for field in (OWNER, REQUEST, ORDER)
+        )
+        mine = np.flatnonzero((owners == owner) & (requests == request))
+        return mine[np.argsort(orders[mine], kind="stable")]
 
     def session_number(self, row: int) -> int:
         """The number of the session that has this row, 0: none."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from mambapool.pool import protocol
 from mambapool.pool.errors import AllocatorUnavailable, GeometryMismatch, ProtocolError, VersionMismatch
+from mambapool.pool.group_page import GROUP_NAME, MAX_WORLD_SIZE
 from mambapool.pool.layout import MAX_SLOTS, Geometry
 from mambapool.pool.runtime_dir import POOL_NAME
 
@@ -51,6 +52,8 @@ class AttachRequest:
     slots: int | None
     guarantee: int
     limit: int | None
+    group: str | None
+    world_size: int
     expect: tuple[tuple[str, str, tuple[int, ...]], ...]
 
     @classmethod
@@ -65,18 +68,22 @@ class AttachRequest:
         pool, name = _text(value, "pool"), _text(value, "name")
         if not POOL_NAME.fullmatch(pool):
             raise ProtocolError(f"HELLO: pool name {pool!r}: use 1 to 32 of a-z 0-9 _ -")
+        rank = _number(value, "rank", 0, 2**16)
+        group, world_size = _group(value, rank)
         return cls(
             version=version,
             lease=lease,
             pool=pool,
             name=name,
             pid=_number(value, "pid", 0, 2**32),
-            rank=_number(value, "rank", 0, 2**16),
+            rank=rank,
             resume=_optional_number(value, "resume", 1, 2**63 - 1),
             create_slots=_optional_number(value, "create_slots", 1, MAX_CREATED_SLOTS),
             slots=_optional_number(value, "slots", 0, MAX_SLOTS),
             guarantee=_number(value, "guarantee", 0, MAX_SLOTS),
             limit=_optional_number(value, "limit", 1, MAX_SLOTS),
+            group=group,
+            world_size=world_size,
             expect=_expectations(value.get("expect")),
         )
 
@@ -88,6 +95,10 @@ class AttachRequest:
         if shards and self.rank >= shards:
             raise GeometryMismatch(
                 f"rank: expected {self.rank}, pool {self.pool!r} has shards for ranks 0 to {shards - 1}"
+            )
+        if self.group is not None and shards and self.world_size != shards:
+            raise GeometryMismatch(
+                f"world_size: group {self.group} has {self.world_size} ranks, pool {self.pool!r} has {shards} shards"
             )
         if self.limit is not None and self.limit < self.guarantee:
             raise ProtocolError(f"HELLO: limit {self.limit} is below the guarantee of {self.guarantee}")
@@ -120,6 +131,19 @@ def _agree_on_version(value: object) -> int:
             f"{protocol.NEWEST_VERSION}: install the same mambapool on both sides"
         )
     return version
+
+
+def _group(value: dict[Any, Any], rank: int) -> tuple[str | None, int]:
+    """Its name and world size; None and 1 for a session of its own."""
+    if value.get("group") is None:
+        return None, 1
+    name = _text(value, "group")
+    if not GROUP_NAME.fullmatch(name):
+        raise ProtocolError(f"HELLO: group name {name!r}: use 1 to 48 of A-Z a-z 0-9 . _ -")
+    world_size = _number(value, "world_size", 1, MAX_WORLD_SIZE)
+    if rank >= world_size:
+        raise ProtocolError(f"HELLO: rank {rank} is out of range: group {name} has ranks 0 to {world_size - 1}")
+    return name, world_size
 
 
 def _text(value: dict[Any, Any], key: str) -> str:

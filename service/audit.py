@@ -59,7 +59,10 @@ def _holder(pool: Pool, session: Session, now: float) -> dict[str, Any]:
         "window": session.window,
         "held": session.held,
         "offered": session.offered,
+        "group": session.group.name if session.group else None,
         "guarantee": session.guarantee,
+        # In the table every rank has its group's; the slots are rank 0's.
+        "promised": session.group.guarantee if session.group else session.guarantee,
         "limit": session.limit,
         "waits": pool.waiting.find(session, protocol.HELLO) is not None,
         "requests": np.fromiter(granted_at, np.uint64, len(granted_at)).tobytes(),

@@ -170,7 +170,7 @@ _SESSION_WORDS = (
     (st.S_APPLIED, "applied"),
     (st.S_WINDOW, "window"),
     (st.S_RANK, "rank"),
-    (st.S_GUARANTEE, "guarantee"),
+    (st.S_GUARANTEE, "promised"),
     (st.S_LIMIT, "limit"),
     (st.S_PID, "pid"),
 )

@@ -16,6 +16,7 @@ from mambapool.pool.runtime_dir import POOL_NAME, RuntimeDir
 from mambapool.pool.slot_table import TableLayout
 from mambapool.service.config import AllocatorConfig, PoolConfig
 from mambapool.service.faults import pool_class
+from mambapool.service.groups import remove_pages
 from mambapool.service.leases import WatchedLock
 from mambapool.service.pools import Pool, Shard
 from mambapool.service.recovery import recover_table, restore
@@ -126,6 +127,7 @@ class _Builder:
     def _new_pool(
         self, pool: PoolConfig, shards: tuple[Shard, ...], uuid: bytes, *, created_by_client: bool
     ) -> Pool:
+        remove_pages(self._directory.slot_table(pool.name))
         table = SlotTableWriter.create(
             self._directory.slot_table(pool.name),
             TableLayout(pool.slots, self._config.max_sessions),

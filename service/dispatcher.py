@@ -181,18 +181,24 @@ class Dispatcher:
         """``[.., session, force]``: the operator ends a session."""
         if len(message) != 8 or type(message[6]) is not int or type(message[7]) is not bool:
             raise ProtocolError("EVICT has 8 fields: …, session, force")
-        session = self.registry.sessions.get(message[6])
+        session = self.registry.find(message[6])
         if session is None:
             raise AllocatorUnavailable(f"there is no session {message[6]}: see `mambapool status`")
-        alive = session.lease.is_held()
+        group = session.group
+        members = [session] if group is None or not group.formed else list(group.members.values())
+        alive = [member for member in members if not member.gone and member.lease.is_held()]
         if alive and not message[7]:
+            held = sum(member.held for member in members)
+            who = f"session {session.number} ({session.name}, pid {session.pid}) is alive and may"
+            if group is not None and group.formed:
+                pids = ", ".join(f"rank {member.rank} (pid {member.pid})" for member in alive)
+                who = f"session {session.number} is of group {group.name}, of which {pids} live and may"
             raise AllocatorUnavailable(
-                f"session {session.number} ({session.name}, pid {session.pid}) is alive and may still write to "
-                f"its {session.held} slots: end that process, or evict it by force"
+                f"{who} still write to its {held} slots: end that process, or evict it by force"
             )
-        freed = self.registry.end(session, "was evicted", dead=not alive)
+        freed = self.registry.evict(session)
         self._turns.serve(session.pool)
-        return self.replies.pack((request_id, self.epoch, OK, {"slots": len(freed), "alive": alive}))
+        return self.replies.pack((request_id, self.epoch, OK, {"slots": len(freed), "alive": bool(alive)}))
 
     def _audit(self, _identity: bytes, request_id: int, message: list[Any], now: float) -> bytes:
         """``[.., pool]``: all that is known of one pool, for the operator's process to check."""

@@ -34,7 +34,7 @@ class Summary(Protocol):
 FILE_WIDTH = 1000
 
 _COUNTS = ("slots", "free", "held", "windows", "offered", "quarantined")
-_HOLDER = ("session", "name", "pid", "rank", "state", "held", "windows")
+_HOLDER = ("session", "name", "pid", "group", "rank", "state", "held", "windows")
 
 
 def draw_status(status: dict[str, Any]) -> None:
@@ -43,12 +43,19 @@ def draw_status(status: dict[str, Any]) -> None:
     console.print(f"allocator pid {status['pid']}, epoch {status['epoch']}, up {status['uptime_s']:.1f} s")
     pools = plain_table("pool", *_right(*_COUNTS), "state")
     holders = plain_table(
-        "pool", *_right("session"), "name", *_right("pid", "rank"), "state", *_right("held", "windows")
+        "pool",
+        *_right("session"),
+        "name",
+        *_right("pid"),
+        "group",
+        *_right("rank"),
+        "state",
+        *_right("held", "windows"),
     )
     for pool in status["pools"]:
         pools.add_row(pool["name"], *(str(pool[key]) for key in _COUNTS), _state(pool))
         for holder in pool["holders"]:
-            holders.add_row(pool["name"], *(str(holder[key]) for key in _HOLDER))
+            holders.add_row(pool["name"], *("" if holder[key] is None else str(holder[key]) for key in _HOLDER))
     for table in (pools, holders):
         if table.row_count:
             console.print()

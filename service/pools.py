@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from mambapool.pool import slot_table as st
 from mambapool.pool.errors import AllocatorUnavailable, GuaranteeExceeded, InvalidSlots, NotHolder
 from mambapool.pool.layout import Geometry
+from mambapool.service.groups import Group
 from mambapool.service.ledger import Ids, Ledger
 from mambapool.service.one_slot_commits import OneSlotCommits
 from mambapool.service.sessions import GUARANTEE_REQUEST, Session, SessionRows
@@ -112,6 +114,7 @@ class Pool:
         #: When it was taken over from another allocator, on the monotonic clock: what is held is at least so old.
         self.taken_over_at: float | None = None
         self.sessions: dict[int, Session] = {}
+        self.groups: dict[str, Group] = {}
         self.offers: list[Offer] = []
         self.waiting = WaitQueue(max_waiters)
         self.rows = SessionRows(table.layout.max_sessions)
@@ -126,15 +129,20 @@ class Pool:
         self.check_guarantee(session.guarantee)
         table = self.table
         base = table.layout.session(session.row)
-        name = session.name.encode()[: st.NAME_BYTES].ljust(st.NAME_BYTES, b"\0")
         words = {st.H_NEXT_SESSION: session.number + 1}
         for offset in range(st.SESSION_WORDS):
             words[base + offset] = 0
-        for offset, value in enumerate(np.frombuffer(session.lease.name + name, np.uint64).tolist()):
-            # The lease has the two words at S_LEASE, the name those at S_NAME.
-            words[base + (st.S_LEASE + offset if offset < 2 else st.S_NAME + offset - 2)] = value
+        texts = [(st.S_LEASE, session.lease.name), (st.S_NAME, _padded(session.name))]
         words[base + st.S_RANK] = session.rank
         words[base + st.S_GUARANTEE] = session.guarantee
+        if (group := session.group) is not None:
+            words[base + st.S_GROUP] = group.number
+            words[base + st.S_WORLD_SIZE] = group.world_size
+            words[base + st.S_GUARANTEE] = group.guarantee
+            texts.append((st.S_GROUP_NAME, _padded(group.name)))
+        for at, text in texts:
+            for offset, value in enumerate(np.frombuffer(text, np.uint64).tolist()):
+                words[base + at + offset] = value
         words[base + st.S_LIMIT] = session.limit
         words[base + st.S_PID] = session.pid
         words[base + st.S_NUMBER] = session.number
@@ -145,16 +153,28 @@ class Pool:
 
     def detach(self, session: Session) -> Ids:
         """End a session, in order or dead: what it holds becomes free, its offers and those to it end."""
+        return self.detach_all([session])
+
+    def detach_all(self, sessions: Sequence[Session]) -> Ids:
+        """:meth:`detach` of all of a group's sessions, in one change."""
+        freed = [np.empty(0, np.int32)]
+        for session in sessions:
+            self.stop_waiting(session)
+            self.offers = [offer for offer in self.offers if offer.giver is not session]
+            if session.held or session is sessions[-1]:
+                freed.append(self._release(session))
+            self.table.word(self.table.layout.session(session.row) + st.S_NUMBER, 0)
+        self.commit()
+        for session in sessions:
+            del self.sessions[session.number]
+            self.rows.give_back(session.row)
+        return np.concatenate(freed)
+
+    def stop_waiting(self, session: Session) -> None:
+        """Nobody is there for it any more: what it waits for, and offers to it, end; staged."""
         self.waiting.remove(session)
-        self.offers = [offer for offer in self.offers if offer.giver is not session]
         for offer in [offer for offer in self.offers if offer.receiver == session.number]:
             self._withdraw(offer)
-        ids = self._release(session)
-        self.table.word(self.table.layout.session(session.row) + st.S_NUMBER, 0)
-        self.commit()
-        del self.sessions[session.number]
-        self.rows.give_back(session.row)
-        return ids
 
     def clear(self, session: Session, number: int) -> None:
         """Apply posted message ``number``: free all that this session holds, its window included; staged."""
@@ -218,7 +238,7 @@ class Pool:
 
     def offer(self, session: Session, ids: Ids, receiver: int) -> None:
         """Offer slots of ``session`` to another one of this pool; they stay its own, but cannot be freed."""
-        if receiver not in self.sessions or receiver == session.number:
+        if receiver not in self.sessions or receiver == session.number or self.sessions[receiver].gone:
             raise InvalidSlots(f"session {receiver} is no other session of pool {self.name}", ids.tolist())
         if session.guarantee:
             granted = [int(slot) for slot in ids if self._is_guaranteed(session, int(slot))]
@@ -229,6 +249,13 @@ class Pool:
         self.table.offer(ids, receiver)
         self.commit()
         self.offers.append(Offer(session, receiver, ids))
+
+    def holder(self, number: int) -> int:
+        """The session that holds slots for session ``number``: its group's rank 0, or itself."""
+        session = self.sessions.get(number)
+        if session is None or session.group is None or 0 not in session.group.members:
+            return number
+        return session.group.members[0].number
 
     def is_offered(self, session: Session, ids: Ids, receiver: int) -> bool:
         """Whether these very slots of ``session`` are on offer to ``receiver`` already."""
@@ -327,7 +354,7 @@ class Pool:
                 "session": session.number,
                 "name": session.name,
                 "pid": session.pid,
-                "group": None,
+                "group": session.group.name if session.group else None,
                 "rank": session.rank,
                 "state": session.state(now),
                 "held": session.held - session.offered - windows.get(session.number, 0),
@@ -396,3 +423,7 @@ class Pool:
 
     def _applied_address(self, session: Session) -> int:
         return self.table.layout.session(session.row) + st.S_APPLIED
+
+
+def _padded(name: str) -> bytes:
+    return name.encode()[: st.NAME_BYTES].ljust(st.NAME_BYTES, b"\0")

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from mambapool.pool.errors import GeometryMismatch, MambaPoolError, ProtocolError, RuntimeDirError
+from mambapool.service.groups import remove_pages, restore_end, restore_member
 from mambapool.service.leases import Leases, Lock, ReleasedLock
 from mambapool.service.ledger import Ids, Ledger
 from mambapool.service.pools import Offer, Pool
@@ -57,14 +58,26 @@ def restore(pool: Pool, leases: Leases, now: float) -> None:
         session, lives = _session(pool, row, leases, now)
         session.held = int(np.count_nonzero(holders == row.number))
         pool.sessions[session.number] = session
+        if row.group:
+            restore_member(pool, row, session)
         if not lives:
             dead.append(session)
     _restore_answers(pool)
     _restore_offers(pool)
     table.set_waiting(0)
     for session in dead:
-        freed = pool.detach(session)
         leases.forget(session.lease, dead=True)
+    _bury(pool, dead)
+    remove_pages(table.path, [group.number for group in pool.groups.values()])
+    pool.check()
+    held = sum(session.held for session in pool.sessions.values())
+    _log.info("pool %s taken over: %d sessions hold %d slots", pool.name, len(pool.sessions), held)
+
+
+def _bury(pool: Pool, dead: list[Session]) -> None:
+    """End the dead; ranks of a group of which others live are kept, as gone."""
+    for session in [session for session in dead if session.group is None]:
+        freed = pool.detach(session)
         _log.info(
             "session %d (%s, pid %d) died while no allocator ran: %d slots freed",
             session.number,
@@ -72,9 +85,23 @@ def restore(pool: Pool, leases: Leases, now: float) -> None:
             session.pid,
             len(freed),
         )
-    pool.check()
-    held = sum(session.held for session in pool.sessions.values())
-    _log.info("pool %s taken over: %d sessions hold %d slots", pool.name, len(pool.sessions), held)
+    for group in list(pool.groups.values()):
+        ended = restore_end(group, dead)
+        for session in group.members.values():
+            if session.gone:
+                pool.stop_waiting(session)
+        pool.commit()
+        if not ended:
+            continue
+        if not group.formed:
+            for session in ended:
+                group.drop(session)
+        freed = pool.detach_all(ended)
+        _log.info(
+            "%d ranks of group %s died while no allocator ran: %d slots freed", len(ended), group.name, len(freed)
+        )
+        if (len(group.members) == len(ended) and group.formed) or not group.members:
+            del pool.groups[group.name]
 
 
 def _session(pool: Pool, row: SessionRow, leases: Leases, now: float) -> tuple[Session, bool]:
@@ -92,7 +119,8 @@ def _session(pool: Pool, row: SessionRow, leases: Leases, now: float) -> tuple[S
         rank=row.rank,
         pool=pool,
         limit=row.limit,
-        guarantee=row.guarantee,
+        # Of a group, rank 0 has it.
+        guarantee=0 if row.group and row.rank else row.guarantee,
         heard=now,
         applied=row.applied,
         window=row.window,

@@ -6,9 +6,13 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
+
 from mambapool.pool import protocol
-from mambapool.pool.errors import AllocatorUnavailable, PoolLost, ProtocolError, UnknownPool
+from mambapool.pool.errors import AllocatorUnavailable, PoolLost, ProtocolError, RuntimeDirError, UnknownPool
+from mambapool.pool.group_page import DIED, EVICTED, LEFT
 from mambapool.service.attach import AttachRequest
+from mambapool.service.groups import Group, new_group, those_ranks
 from mambapool.service.leases import Leases
 from mambapool.service.ledger import Ids
 from mambapool.service.pools import Pool
@@ -27,7 +31,9 @@ class Registry:
     def __init__(self, pools: Iterable[Pool], make_pool: Callable[[str, int], Pool], leases: Leases) -> None:
         """``make_pool(name, slots)`` makes the allocator-only pools that clients ask for."""
         self.pools = {pool.name: pool for pool in pools}
-        self.sessions = {number: s for pool in self.pools.values() for number, s in pool.sessions.items()}
+        self.sessions = {
+            number: s for pool in self.pools.values() for number, s in pool.sessions.items() if not s.gone
+        }
         #: When the daemon ends, it takes nobody new.
         self.ending = False
         #: No message that this allocator has a use for is longer.
@@ -57,16 +63,51 @@ class Registry:
         return self._new_session(request, identity), True
 
     def end(self, session: Session, how: str, *, dead: bool) -> Ids:
-        """End a session; what it held is free. A pool that a client made goes with its last session."""
-        pool = session.pool
-        freed = pool.detach(session)
-        del self.sessions[session.number]
-        del self._by_lease[session.lease.name]
-        self._leases.forget(session.lease, dead=dead)
-        _log.info("session %d (%s, pid %d) %s: %s", session.number, session.name, session.pid, how, _slots(freed))
-        if pool.ends_with_last_session and not pool.sessions:
-            self._remove(pool)
-            self._set_limit()
+        """End a session; what it held is free, unless other ranks of its group live: then it is kept for them.
+
+        A pool that a client made goes with its last session.
+        """
+        pool, group = session.pool, session.group
+        self._forget(session, dead=dead)
+        if group is not None and group.formed:
+            group.lose(session, DIED if dead else LEFT)
+            pool.stop_waiting(session)
+            pool.commit()
+            if group.living:
+                kept = sum(member.held for member in group.members.values())
+                _log.info(
+                    "%s %s: rank %d of group %s, whose %d slots are kept until %s ended, too",
+                    *(_named(session), how, session.rank, group.name, kept, those_ranks(group.living)),
+                )
+                return np.empty(0, np.int32)
+            freed = self._end_group(group, pool)
+            how = f"{how}, the last rank of group {group.name}"
+        else:
+            freed = pool.detach(session)
+            if group is not None:
+                group.drop(session)
+                if not group.members:
+                    self._remove_group(group, pool)
+        _log.info("%s %s: %s", _named(session), how, _slots(freed))
+        self._end_if_last(pool)
+        return freed
+
+    def find(self, number: int) -> Session | None:
+        """A session by its number, one whose process is gone and whose group lives, too."""
+        known = (pool.sessions.get(number) for pool in self.pools.values())
+        return next((session for session in known if session is not None), None)
+
+    def evict(self, session: Session) -> Ids:
+        """The operator ends a session, or all those of its group."""
+        group, pool = session.group, session.pool
+        if group is None or not group.formed:
+            return self.end(session, "was evicted", dead=not session.lease.is_held())
+        for member in group.living:
+            self._forget(member, dead=not member.lease.is_held())
+            group.lose(member, EVICTED)
+        freed = self._end_group(group, pool)
+        _log.info("group %s (%s) was evicted: %s", group.name, _named(session), _slots(freed))
+        self._end_if_last(pool)
         return freed
 
     def bury(self, lease_name: bytes, how: str) -> Pool | None:
@@ -88,18 +129,21 @@ class Registry:
     def describe(self, session: Session) -> dict[str, Any]:
         """What HELLO tells a client of its session and pool."""
         pool = session.pool
-        return {
+        described = {
             "session": session.number,
             "row": session.row,
             "applied": session.applied,
             "slots": pool.slots,
             "limit": session.limit,
-            "guarantee": session.guarantee,
+            "guarantee": session.group.guarantee if session.group else session.guarantee,
             "uuid": pool.uuid,
             "geometry": pool.geometry.to_wire() if pool.geometry else None,
             "table": pool.table.path.name,
             "shards": [[shard.socket_name, shard.uuid] for shard in pool.shards],
         }
+        if session.group is not None:
+            described["group"] = session.group.page.path.name
+        return described
 
     def pool_named(self, name: str) -> Pool:
         """Raises :class:`UnknownPool`, which lists those that there are."""
@@ -119,11 +163,18 @@ class Registry:
         pool = self._pool_for(request)
         if pool.lost is not None:
             raise PoolLost(f"pool {pool.name} is lost: {pool.lost}")
-        pool.check_guarantee(request.guarantee)
+        number = self._next_number
+        limit = min(request.limit or pool.slots, pool.slots)
+        group = None if request.group is None else pool.groups.get(request.group)
+        if group is not None:
+            group.check_join(request, limit)
+        # Rank 0's session holds the slots of its group, and their guarantee.
+        guarantee = request.guarantee if request.group is None or not request.rank else 0
+        pool.check_guarantee(guarantee)
         lease = self._leases.open(request.lease)
         try:
             session = Session(
-                number=self._next_number,
+                number=number,
                 row=pool.rows.take(),
                 lease=lease,
                 name=request.name,
@@ -131,14 +182,24 @@ class Registry:
                 rank=request.rank,
                 identity=identity,
                 pool=pool,
-                guarantee=request.guarantee,
-                limit=min(request.limit or pool.slots, pool.slots),
+                guarantee=guarantee,
+                limit=limit,
             )
         except AllocatorUnavailable:
             self._leases.forget(lease, dead=False)
             raise
+        if request.group is not None:
+            try:
+                session.group = group or new_group(request, number, limit, pool)
+            except RuntimeDirError:
+                pool.rows.give_back(session.row)
+                self._leases.forget(lease, dead=False)
+                raise
         self._next_number += 1
         pool.attach(session)
+        if session.group is not None:
+            pool.groups[session.group.name] = session.group
+            session.group.add(session)
         self.sessions[session.number] = session
         self._by_lease[lease.name] = session
         _log.info("session %d (%s, pid %d) in pool %s", session.number, session.name, session.pid, pool.name)
@@ -158,6 +219,26 @@ class Registry:
         _log.info("pool %s of %d slots made for %s", pool.name, pool.slots, request.name)
         return pool
 
+    def _forget(self, session: Session, *, dead: bool) -> None:
+        """Its process has nothing to say any more."""
+        del self.sessions[session.number]
+        del self._by_lease[session.lease.name]
+        self._leases.forget(session.lease, dead=dead)
+
+    def _end_group(self, group: Group, pool: Pool) -> Ids:
+        freed = pool.detach_all(list(group.members.values()))
+        self._remove_group(group, pool)
+        return freed
+
+    def _remove_group(self, group: Group, pool: Pool) -> None:
+        del pool.groups[group.name]
+        group.page.remove()
+
+    def _end_if_last(self, pool: Pool) -> None:
+        if pool.ends_with_last_session and not pool.sessions:
+            self._remove(pool)
+            self._set_limit()
+
     def _remove(self, pool: Pool) -> None:
         del self.pools[pool.name]
         pool.table.remove()
@@ -165,6 +246,10 @@ class Registry:
 
     def _set_limit(self) -> None:
         self.max_body_bytes = protocol.max_body_bytes(max((p.slots for p in self.pools.values()), default=0))
+
+
+def _named(session: Session) -> str:
+    return f"session {session.number} ({session.name}, pid {session.pid})"
 
 
 def _slots(ids: Ids) -> str:

@@ -166,7 +166,7 @@ class Requests:
         """``[.., ids, receiver]``."""
         if len(message) != 8 or type(message[7]) is not int:
             raise ProtocolError("OFFER has 8 fields: …, ids, receiver")
-        ids, receiver = unpack_ids(message[6]), message[7]
+        ids, receiver = unpack_ids(message[6]), pool.holder(message[7])
         if not len(ids):
             raise InvalidSlots("an offer of no slots")
         if not pool.is_offered(session, ids, receiver):  # a repeat, from before a restart

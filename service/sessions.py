@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mambapool.pool.errors import AllocatorUnavailable, ProtocolError
+from mambapool.pool.protocol import FIRST_REQUEST
 from mambapool.service.leases import Lock
 from mambapool.service.ledger import Ids
 
 if TYPE_CHECKING:
+    from mambapool.service.groups import Group
     from mambapool.service.pools import Pool
 
 #: Open requests and barred ids of one session. A client has one open request per thread that waits.
@@ -20,7 +22,7 @@ MAX_OPEN = 1024
 SUSPECT_AFTER_S = 3.0
 
 #: The request that grants a guarantee is a client's first one, HELLO.
-GUARANTEE_REQUEST = 1
+GUARANTEE_REQUEST = FIRST_REQUEST
 
 
 @dataclass(slots=True)
@@ -47,6 +49,10 @@ class Session:
     limit: int
     #: Slots that are granted whole at attach; the client lists them itself.
     guarantee: int = 0
+    #: The tensor-parallel group that it is a rank of; rank 0's session holds the slots of all.
+    group: Group | None = None
+    #: Its process has ended, and ranks of its group still live: what it holds is kept until they have ended, too.
+    gone: bool = False
     #: The zmq routing id that speaks for it; empty until it has said HELLO to this allocator.
     identity: bytes = b""
     #: Request id and version of its last HELLO.
@@ -76,7 +82,9 @@ class Session:
     most_notes: int = 0
 
     def state(self, now: float) -> str:
-        """``live`` or ``suspect``; silence alone takes nothing away."""
+        """``live``, ``suspect`` or ``gone``; silence alone takes nothing away."""
+        if self.gone:
+            return "gone"
         return "live" if now - self.heard < SUSPECT_AFTER_S else "suspect"
 
     def close_requests_below(self, oldest_open: int) -> None:

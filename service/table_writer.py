@@ -58,6 +58,9 @@ class SessionRow:
     limit: int
     pid: int
     name: str
+    group: int  # the session that founded its group, 0: none
+    world_size: int
+    group_name: str
 
 
 class SlotTableWriter:
@@ -340,7 +343,6 @@ class SlotTableWriter:
             items = self._items
             if not items[at + st.S_NUMBER]:
                 continue
-            name = self._words[at + st.S_NAME : at + st.SESSION_WORDS].tobytes()
             found.append(
                 SessionRow(
                     row=row,
@@ -352,10 +354,16 @@ class SlotTableWriter:
                     guarantee=items[at + st.S_GUARANTEE],
                     limit=items[at + st.S_LIMIT],
                     pid=items[at + st.S_PID],
-                    name=name.rstrip(b"\0").decode("utf-8", "ignore"),
+                    name=self._text(at + st.S_NAME),
+                    group=items[at + st.S_GROUP],
+                    world_size=items[at + st.S_WORLD_SIZE],
+                    group_name=self._text(at + st.S_GROUP_NAME),
                 )
             )
         return found
+
+    def _text(self, at: int) -> str:
+        return self._words[at : at + st.NAME_BYTES // 8].tobytes().rstrip(b"\0").decode("utf-8", "ignore")
 
     def free_list(self) -> Ids:
         """The free list as the table tells it: free rows by their order."""

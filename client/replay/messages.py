@@ -1,8 +1,10 @@
 """What a replay and its scheduler processes say to each other: one JSON object per line, on pipes.
 
-To a scheduler, on its standard input: a :class:`Job`, then a :class:`Go` when all are ready. From it, on its
-standard output: :class:`Ready`, any number of :class:`Progress`, and at the end one
-:class:`~mambapool.client.replay.result.SchedulerResult`; or :class:`Failed` at any time.
+To a process, on its standard input: a :class:`Job`, then a :class:`Go` when all are ready. One that is a rank of
+several first says :class:`Loaded`, and is sent a :class:`Go` when all are: ranks join each other, and wait for
+nobody who still imports torch. From it, on its standard output: :class:`Ready`, any number of
+:class:`Progress`, and at the end one :class:`~mambapool.client.replay.result.SchedulerResult`; or
+:class:`Failed` at any time.
 """
 
 from __future__ import annotations
@@ -19,26 +21,30 @@ from mambapool.client.replay.result import SchedulerResult
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Which share of which replay a scheduler runs; ``scheduler`` counts from 0."""
+    """Which share of which replay a scheduler runs; ``scheduler`` counts from 0, and so does ``rank`` of its group."""
 
     scheduler: int
     options: ReplayOptions
+    rank: int = 0
+    group: str | None = None
 
     def to_line(self) -> bytes:
         options = dataclasses.asdict(self.options)
         paths = {key: str(value) for key, value in options.items() if isinstance(value, Path)}
-        return _line({"scheduler": self.scheduler, "options": {**options, **paths}})
+        fields = {"scheduler": self.scheduler, "rank": self.rank, "group": self.group}
+        return _line({**fields, "options": {**options, **paths}})
 
     @classmethod
     def from_line(cls, line: bytes) -> Job:
         fields = json.loads(line)
         options = fields["options"]
-        return cls(fields["scheduler"], ReplayOptions(**{**options, "trace": Path(options["trace"])}))
+        read = ReplayOptions(**{**options, "trace": Path(options["trace"])})
+        return cls(fields["scheduler"], read, fields["rank"], fields["group"])
 
 
 @dataclass(frozen=True, slots=True)
 class Go:
-    """All schedulers are ready: the trace starts at ``origin_s`` on the clock of :func:`time.monotonic`."""
+    """All are ready: the trace starts at ``origin_s`` on the clock of :func:`time.monotonic`."""
 
     origin_s: float
 
@@ -48,6 +54,11 @@ class Go:
     @classmethod
     def from_line(cls, line: bytes) -> Go:
         return cls(json.loads(line)["origin_s"])
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Everything is imported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +87,7 @@ class Failed:
     text: str
 
 
-Report = Ready | Progress | Failed | SchedulerResult
+Report = Loaded | Ready | Progress | Failed | SchedulerResult
 
 
 def report_line(report: Report) -> bytes:
@@ -92,7 +103,8 @@ def parse_report(line: bytes) -> Report:
     return _REPORTS[kind](**fields)
 
 
-_REPORTS: dict[str, type[Ready] | type[Progress] | type[Failed]] = {
+_REPORTS: dict[str, type[Loaded] | type[Ready] | type[Progress] | type[Failed]] = {
+    "Loaded": Loaded,
     "Ready": Ready,
     "Progress": Progress,
     "Failed": Failed,

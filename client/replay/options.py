@@ -18,7 +18,8 @@ class ReplayOptions:
     ``track``: slots per request besides the one of its state, for copies of the state. ``step_ms``: how
     far a scheduler's clock goes in one step. ``speed``: how many times faster than the trace at most, or
     None for as fast as the machine can. ``limit``: the first requests of the trace only. ``timeout``, in
-    seconds, bounds every wait for an answer.
+    seconds, bounds every wait for an answer. ``tp_size``: each scheduler is a group of so many ranks, a process and
+    a shard each. ``guarantee``: slots that are granted to each scheduler whole; 0: all share the pool.
     """
 
     trace: Path
@@ -32,10 +33,14 @@ class ReplayOptions:
     limit: int | None = None
     timeout: float = 5.0
     device: str = "cpu"
+    tp_size: int = 1
+    guarantee: int = 0
 
     def __post_init__(self) -> None:
         _check_at_least("schedulers", self.schedulers, 1)
         _check_at_least("track", self.track, 0)
+        _check_at_least("tp-size", self.tp_size, 1)
+        _check_at_least("guarantee", self.guarantee, 0)
         if self.limit is not None:
             _check_at_least("limit", self.limit, 1)
         _check_positive("step-ms", self.step_ms)

@@ -1,4 +1,4 @@
-"""Running the schedulers of a replay: one process each, started together, watched to the end."""
+"""Running the schedulers of a replay: a process for each rank of each, started together, watched to the end."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from mambapool.client.replay.failure import ReplayFailed, raised_by
-from mambapool.client.replay.messages import Failed, Progress, Ready, Report
+from mambapool.client.replay.messages import Failed, Loaded, Progress, Ready, Report
 from mambapool.client.replay.options import ReplayOptions
 from mambapool.client.replay.result import SchedulerResult
 from mambapool.client.replay.scheduler_process import SchedulerProcess
 from mambapool.client.replay.watch import Watch
 from mambapool.pool.errors import ConfigError
+
+_Report = TypeVar("_Report", Loaded, Ready)
 
 #: Seconds that a scheduler has to end in when it was asked to, or has sent its result. It ends between two
 #: steps, and closing its session is bounded by the client.
@@ -26,7 +29,10 @@ _LOOK_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What the schedulers found out, on a pool of ``slots`` slots, in ``seconds`` of real time."""
+    """What the schedulers found out, on a pool of ``slots`` slots, in ``seconds`` of real time.
+
+    ``results`` are the schedulers', their ranks one after the other.
+    """
 
     results: list[SchedulerResult]
     slots: int
@@ -56,7 +62,7 @@ class _Schedulers:
         self._options = options
         self._selector = selectors.DefaultSelector()
         self._processes: list[SchedulerProcess] = []
-        self._results: dict[int, SchedulerResult] = {}
+        self._results: dict[tuple[int, int], SchedulerResult] = {}
         self.result_times_s: list[float] = []
 
     def __enter__(self) -> _Schedulers:
@@ -64,9 +70,10 @@ class _Schedulers:
 
     def start(self) -> None:
         for scheduler in range(self._options.schedulers):
-            process = SchedulerProcess(scheduler, self._options)
-            self._processes.append(process)
-            self._selector.register(process, selectors.EVENT_READ, process)
+            for rank in range(self._options.tp_size):
+                process = SchedulerProcess(scheduler, self._options, rank)
+                self._processes.append(process)
+                self._selector.register(process, selectors.EVENT_READ, process)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         for process in self._processes:
@@ -82,13 +89,12 @@ class _Schedulers:
 
     def until_ready(self) -> int:
         """Wait until all are connected; returns the number of slots of the pool."""
-        ready: dict[int, Ready] = {}
-        while len(ready) < len(self._processes):
-            for process, report in self._receive():
-                if isinstance(report, Ready):
-                    ready[process.scheduler] = report
-        _check_pool(self._options, ready[0])
-        return ready[0].slots
+        if self._options.tp_size > 1:
+            self._until_all_say(Loaded)
+            self.go(time.monotonic())
+        ready = self._until_all_say(Ready)
+        _check_pool(self._options, ready)
+        return ready.slots
 
     def go(self, origin_s: float) -> None:
         for process in self._processes:
@@ -99,15 +105,27 @@ class _Schedulers:
         watch = Watch(self._options)
         while self._selector.get_map():
             for process, report in self._receive():
+                if isinstance(report, SchedulerResult):
+                    self._results[process.scheduler, process.rank] = report
+                    self.result_times_s.append(time.monotonic())
+                if process.rank:
+                    continue  # as far as rank 0
                 if isinstance(report, Progress):
                     watch.note(process.scheduler, report)
                 elif isinstance(report, SchedulerResult):
-                    self._results[process.scheduler] = report
-                    self.result_times_s.append(time.monotonic())
                     watch.note_end(process.scheduler, report.finished)
             progress(watch.finished)
             watch.check()
-        return [self._results[scheduler] for scheduler in sorted(self._results)]
+        return [self._results[process] for process in sorted(self._results)]
+
+    def _until_all_say(self, kind: type[_Report]) -> _Report:
+        """Wait until every process has sent one such report; one of them."""
+        told: dict[tuple[int, int], _Report] = {}
+        while len(told) < len(self._processes):
+            for process, report in self._receive():
+                if isinstance(report, kind):
+                    told[process.scheduler, process.rank] = report
+        return told[0, 0]
 
     def _receive(self) -> Iterator[tuple[SchedulerProcess, Report]]:
         """What has come within :data:`_LOOK_S`. Raises when a scheduler failed, or ended too early."""
@@ -124,9 +142,10 @@ class _Schedulers:
 
     def _check_end(self, process: SchedulerProcess) -> None:
         status = process.wait(_END_S)
-        if process.scheduler in self._results and status == 0:
+        has_result = (process.scheduler, process.rank) in self._results
+        if has_result and status == 0:
             return
-        when = "after its result" if process.scheduler in self._results else "without a result"
+        when = "after its result" if has_result else "without a result"
         words = process.last_words()
         raise ReplayFailed(f"{process} {_how_ended(status)} {when}{': ' if words else ''}{words}")
 
@@ -140,6 +159,11 @@ def _how_ended(status: int | None) -> str:
 
 
 def _check_pool(options: ReplayOptions, pool: Ready) -> None:
+    if options.slots_per_request > options.guarantee > 0:
+        raise ConfigError(
+            f"--guarantee {options.guarantee}: a request takes {options.slots_per_request} slots (1 and --track "
+            f"{options.track}): guarantee more, or ask for fewer track slots"
+        )
     if options.slots_per_request > pool.slots:
         raise ConfigError(
             f"pool {options.pool} has {pool.slots} slots, and a request takes {options.slots_per_request} "

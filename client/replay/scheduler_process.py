@@ -18,8 +18,10 @@ _QUOTED_BYTES = 2000
 class SchedulerProcess:
     """One started process, its pipes, and what it wrote to standard error."""
 
-    def __init__(self, scheduler: int, options: ReplayOptions) -> None:
+    def __init__(self, scheduler: int, options: ReplayOptions, rank: int = 0) -> None:
         self.scheduler = scheduler
+        self.rank = rank
+        self._ranks = options.tp_size
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115, open for as long as the process
         self._unread = b""
         # -P: a folder of the directory that the user happens to be in must not stand in for a package.
@@ -31,10 +33,13 @@ class SchedulerProcess:
             stderr=self._stderr,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-        self._send(Job(scheduler, options).to_line())
+        # Of this replay alone: others may run on the same daemon.
+        group = f"replay-{os.getpid()}-{scheduler}" if options.tp_size > 1 else None
+        self._send(Job(scheduler, options, rank, group).to_line())
 
     def __str__(self) -> str:
-        return f"scheduler {self.scheduler} (pid {self._process.pid})"
+        rank = f", rank {self.rank}" if self._ranks > 1 else ""
+        return f"scheduler {self.scheduler}{rank} (pid {self._process.pid})"
 
     def fileno(self) -> int:
         """What to wait on for :meth:`read`."""

@@ -28,6 +28,7 @@ class ReplaySummary:
     """The keys of ``replay --json``.
 
     Held slots are those of requests and of open windows, over the whole pool and by the clock of the trace.
+    ``mismatches`` are those of all ranks; ``rank_messages`` has the messages of each rank, all schedulers together.
     ``waits`` counts requests that waited at least one step for a slot. The percentiles, in microseconds, are
     of calls for slots that cost a message, and None if there was none. ``findings`` are the first lines
     about mismatches.
@@ -48,6 +49,9 @@ class ReplaySummary:
     seconds: float
     schedulers: int
     slots: int
+    tp_size: int
+    guarantee: int
+    rank_messages: tuple[int, ...]
     findings: tuple[str, ...]
 
     @property
@@ -56,16 +60,20 @@ class ReplaySummary:
         return self.mismatches == 0 and self.finished == self.requests
 
     def to_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "findings": list(self.findings)}
+        return {
+            **dataclasses.asdict(self),
+            "rank_messages": list(self.rank_messages),
+            "findings": list(self.findings),
+        }
 
     def rows(self) -> list[Row]:
         """The summary in words."""
         return [
-            Row("requests", f"{self.requests:,}", f"over {_count(self.schedulers, 'scheduler')}"),
+            Row("requests", f"{self.requests:,}", self._schedulers_note()),
             Row("finished", f"{self.finished:,}", "all" if self.finished == self.requests else "not all"),
             Row("mismatches", f"{self.mismatches:,}", self._mismatches_note()),
             Row("steps", f"{self.steps:,}", "batched updates of the mapped states"),
-            Row("messages", f"{self.messages:,}", f"{_ratio(self.messages, self.steps):.2f} per step"),
+            Row("messages", f"{self.messages:,}", self._messages_note()),
             Row("waits", f"{self.waits:,}", "requests that waited at least one step for a slot"),
             Row("alloc p50", _microseconds(self.alloc_p50_us), "of calls for slots that cost a message"),
             Row("alloc p99", _microseconds(self.alloc_p99_us), ""),
@@ -75,6 +83,14 @@ class ReplaySummary:
             Row("partitioned sum", f"{self.partitioned_sum:,}", self._partition_sum_note()),
             Row("seconds", f"{self.seconds:.1f}", f"{_ratio(self.steps, self.seconds):,.0f} steps a second"),
         ]
+
+    def _schedulers_note(self) -> str:
+        ranks = f" of {self.tp_size} ranks" if self.tp_size > 1 else ""
+        return f"over {_count(self.schedulers, 'scheduler')}{ranks}"
+
+    def _messages_note(self) -> str:
+        per_rank = [f"{_ratio(messages, self.steps):.2f}" for messages in self.rank_messages]
+        return f"{' + '.join(per_rank)} per step{', rank by rank' if self.tp_size > 1 else ''}"
 
     def _mismatches_note(self) -> str:
         if self.mismatches:
@@ -92,16 +108,18 @@ class ReplaySummary:
 
 def summarize(options: ReplayOptions, requests: int, run: Run) -> ReplaySummary:
     """Put together what the schedulers found out."""
-    results = run.results
+    # What all ranks do alike is told by rank 0.
+    results = run.results[:: options.tp_size]
+    by_rank = [run.results[rank :: options.tp_size] for rank in range(options.tp_size)]
     usage = merge([result.held for result in results])
     peaks = [result.held.peak for result in results]
     alloc_us = sorted(took_us for result in results for took_us in result.alloc_us)
     return ReplaySummary(
         requests=requests,
-        finished=sum(result.finished for result in results),
-        mismatches=sum(result.mismatches for result in results),
+        finished=min(sum(result.finished for result in ranks) for ranks in by_rank),
+        mismatches=sum(result.mismatches for result in run.results),
         steps=sum(result.steps for result in results),
-        messages=sum(result.messages for result in results),
+        messages=sum(result.messages for result in run.results),
         waits=sum(result.waits for result in results),
         alloc_p50_us=percentile(alloc_us, 50),
         alloc_p99_us=percentile(alloc_us, 99),
@@ -112,7 +130,10 @@ def summarize(options: ReplayOptions, requests: int, run: Run) -> ReplaySummary:
         seconds=round(run.seconds, 3),
         schedulers=options.schedulers,
         slots=run.slots,
-        findings=tuple(line for result in results for line in result.findings),
+        tp_size=options.tp_size,
+        guarantee=options.guarantee,
+        rank_messages=tuple(sum(result.messages for result in ranks) for ranks in by_rank),
+        findings=tuple(line for result in run.results for line in result.findings),
     )
 
 

@@ -20,7 +20,7 @@ import torch
 
 from mambapool.client import connect
 from mambapool.client.replay import trace
-from mambapool.client.replay.messages import Failed, Go, Job, Progress, Ready, Report, report_line
+from mambapool.client.replay.messages import Failed, Go, Job, Loaded, Progress, Ready, Report, report_line
 from mambapool.client.replay.pace import Pace
 from mambapool.client.replay.result import SchedulerResult
 from mambapool.client.replay.routing import share
@@ -94,21 +94,34 @@ def _run(job: Job, reporter: _Reporter) -> SchedulerResult:
     options = job.options
     torch.set_num_threads(1)
     requests = share(trace.load(options.trace, options.limit), job.scheduler, options.schedulers, options.route)
+    if job.group is not None:
+        reporter.send(Loaded())
+        _next_go()
     with connect(
         options.dir,
         options.pool,
         name=f"replay-{job.scheduler}",
         device=options.device,
         timeout=options.timeout,
+        rank=job.rank,
+        world_size=options.tp_size,
+        group=job.group,
+        guarantee=options.guarantee,
     ) as worker:
-        reporter.send(Ready(worker.allocator.size, len(worker.states)))
-        go_line = sys.stdin.buffer.readline()
-        if not go_line:
-            raise _Stopped
+        rows = next((states.shape[1] for states in worker.states.values()), 0)
+        reporter.send(Ready(rows - 1 if rows else worker.allocator.size, len(worker.states)))
+        go = _next_go()
         scheduler = Scheduler(worker, requests, options.track, options.step_ms)
-        pace = Pace(options.speed, Go.from_line(go_line).origin_s)
+        pace = Pace(options.speed, go.origin_s)
         _step_through(scheduler, pace, reporter, random.Random(job.scheduler))
         return scheduler.finish()
+
+
+def _next_go() -> Go:
+    line = sys.stdin.buffer.readline()
+    if not line:
+        raise _Stopped
+    return Go.from_line(line)
 
 
 def _step_through(scheduler: Scheduler, pace: Pace, reporter: _Reporter, chance: random.Random) -> None:

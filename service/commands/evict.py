@@ -20,7 +20,8 @@ def evict_command(holder: int, force: bool, directory: str | None, as_json: bool
     """End session number HOLDER (see `mambapool status`) and free what it holds.
 
     For a process that hangs for good, or one that lives where nobody can end it. Refused while the process
-    is alive, unless --force: it may still write to slots that somebody else gets.
+    is alive, unless --force: it may still write to slots that somebody else gets. A session of a group stands
+    for all its ranks.
     """
     from mambapool.client.transport import evict
 

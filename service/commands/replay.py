@@ -26,6 +26,8 @@ from mambapool.service.options import DURATION, dir_option, json_option, option
 @option("--speed", type=float, metavar="S", help="Hold to S × real time; default: as fast as it can.")
 @option("--route", default="rr", show_default=True, metavar="HOW", help="rr: in turn; prefix: by first blocks.")
 @option("--limit", type=int, metavar="N", help="Only the first N requests.")
+@option("--tp-size", type=int, default=1, show_default=True, metavar="T", help="Ranks of each scheduler.")
+@option("--guarantee", type=int, default=0, show_default=True, metavar="G", help="Slots granted to each whole.")
 @option("--timeout", type=DURATION, default="5s", show_default=True, metavar="T", help="Wait for an answer.")
 @json_option
 def replay(
@@ -38,6 +40,8 @@ def replay(
     speed: float | None,
     route: str,
     limit: int | None,
+    tp_size: int,
+    guarantee: int,
     timeout: float,
     as_json: bool,
 ) -> None:
@@ -61,8 +65,10 @@ def replay(
         route=route,
         limit=limit,
         timeout=timeout,
+        tp_size=tp_size,
+        guarantee=guarantee,
     )
-    _check_states(options.dir, pool, timeout)
+    _check_states(options.dir, pool, timeout, tp_size)
     with progress_bar("requests") as progress:
         summary = run_replay(options, progress)
     if as_json:
@@ -73,14 +79,17 @@ def replay(
         sys.exit(EXIT_FAILED)
 
 
-def _check_states(directory: Any, pool: str, timeout: float) -> None:
+def _check_states(directory: Any, pool: str, timeout: float, tp_size: int) -> None:
     """Before every scheduler imports torch: the pool is there, and has states."""
     from mambapool.client.transport import ask_status
 
     pools = {known["name"]: known for known in ask_status(RuntimeDir(Path(directory)), timeout)["pools"]}
     if pool not in pools:
         raise ConfigError(f"--pool {pool}: there is no such pool; pools here: {', '.join(pools) or 'none'}")
-    if not pools[pool]["shards"]:
+    shards = pools[pool]["shards"]
+    if not shards:
         raise ConfigError(
             f"--pool {pool} is allocator-only; replay needs states: serve it with --state or --model"
         )
+    if tp_size not in (1, shards):
+        raise ConfigError(f"--tp-size {tp_size}: pool {pool} has {shards} shards: serve it with as many")

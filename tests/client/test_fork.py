@@ -204,3 +204,15 @@ def test_a_child_of_multiprocessing_connects_and_its_end_gives_its_slots_back(
     lines = children.run(MULTIPROCESSING, pool.daemon.dir, pool.name)
     assert lines == ["ForkedClient [4, 5]", "0 13"]
     assert pool.available == 16
+
+
+@pytest.mark.parametrize("guarantee", [0, 8])
+def test_a_rank_refuses_every_call_in_the_child_and_goes_on_in_the_parent(
+    children: Children, fresh_pool: FreshPoolFactory, guarantee: int
+) -> None:
+    pool = fresh_pool(16)
+    group = f"group='g', rank=int(sys.argv[3]), world_size=2, guarantee={guarantee}"
+    parent = PARENT.replace("timeout=2.0", f"timeout=2.0, {group}")
+    script = parent + REFUSED + "    print(in_child(refused), len(allocator.alloc(2)), flush=True)\n"
+    ranks = [children.start(script, pool.daemon.dir, pool.name, rank) for rank in range(2)]
+    assert [rank.rest() for rank in ranks] == [["0 2"], ["0 2"]]

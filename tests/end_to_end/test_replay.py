@@ -74,6 +74,36 @@ def test_a_pool_that_is_too_small_for_all_makes_requests_wait_and_serves_them(
     assert daemon.pool()["free"] == 8
 
 
+def test_schedulers_may_be_groups_of_ranks_that_wait_for_slots_alike(daemon_factory: DaemonFactory) -> None:
+    daemon = daemon_factory(slots=8, states=SMALL_STATE, options=("--tp-size", "2"))
+    summary = run_replay(options_for(daemon, limit=20, tp_size=2), unwatched)
+    assert summary.ok
+    assert (summary.finished, summary.mismatches) == (20, 0)
+    assert summary.waits > 0
+    assert summary.rank_messages[1] == 0
+    assert 0 < summary.messages <= 0.3 * summary.steps
+    pool = daemon.pool()
+    assert (pool["free"], pool["holders"]) == (8, [])
+
+
+def test_a_group_with_a_guarantee_sends_no_message(daemon_factory: DaemonFactory) -> None:
+    daemon = daemon_factory(slots=90, states=SMALL_STATE, options=("--tp-size", "2"))
+    summary = run_replay(options_for(daemon, schedulers=1, limit=30, tp_size=2, guarantee=80), unwatched)
+    assert summary.ok
+    assert (summary.finished, summary.waits, summary.rank_messages) == (30, 0, (0, 0))
+
+
+def test_ranks_need_a_shard_each(daemon_with_states: Daemon) -> None:
+    done = mambapool("replay", str(TRACE), "--dir", str(daemon_with_states.dir), "--tp-size", "2")
+    assert done.returncode == 2
+    assert "--tp-size 2: pool default has 1 shards: serve it with as many" in done.stderr
+
+
+def test_a_guarantee_below_what_a_request_takes_is_refused(daemon_with_states: Daemon) -> None:
+    with pytest.raises(ConfigError, match=r"--guarantee 2: a request takes 3 slots"):
+        run_replay(options_for(daemon_with_states, schedulers=1, guarantee=2), unwatched)
+
+
 def test_a_slot_granted_twice_is_reported_with_exit_status_1(daemon_factory: DaemonFactory) -> None:
     daemon = daemon_factory(slots=300, states=SMALL_STATE, environment={"MAMBAPOOL_FAULT": "double-grant:50"})
     done = mambapool(

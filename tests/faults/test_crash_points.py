@@ -210,7 +210,38 @@ class Die(Change):
         return None
 
 
+@dataclass
+class Join(Change):
+    """HELLO of a rank of two, with a guarantee, which rank 0 gets."""
+
+    rank: int
+
+    @property
+    def lease(self) -> bytes:
+        return b"R%d" % self.rank * 8
+
+    def do(self, world: World) -> list[Any] | None:
+        client = Client(world.a.allocator, self.lease, guarantee=3)
+        return client.hello(rank=self.rank, group="engine", world_size=2)
+
+    say_again = do
+
+
+@dataclass
+class DieAsRank(Join):
+    """The end of that rank's process."""
+
+    def do(self, world: World) -> list[Any] | None:
+        world.leases.dead.add(self.lease)
+        world.a.allocator.dispatcher.lease_released(self.lease, "a test says so")
+        return None
+
+    def say_again(self, world: World) -> list[Any] | None:
+        return None
+
+
 NOTHING: tuple[Change, ...] = ()
+RANKS = (Join(0), Join(1))
 WINDOW = (Ask("a", protocol.BEGIN, lambda w: (4, None, False)),)
 OFFER = (Ask("a", protocol.OFFER, lambda w: (_ids(*w.held), w.b.number)),)
 
@@ -239,6 +270,10 @@ CHANGES: dict[str, tuple[tuple[Change, ...], Change]] = {
     "reclaim of a holder": (WINDOW, Die("a")),
     "reclaim of a giver": (OFFER, Die("a")),
     "reclaim of a receiver": (OFFER, Die("b")),
+    "first rank of a group": (NOTHING, Join(0)),
+    "last rank of a group": (RANKS[:1], Join(1)),
+    "end of a rank": (RANKS, DieAsRank(0)),
+    "end of a group": ((*RANKS, DieAsRank(0)), DieAsRank(1)),
 }
 
 
@@ -305,4 +340,4 @@ def _same(change: Change, answer: list[Any] | None, expected: list[Any] | None) 
     if isinstance(change, Ask) and change.op == protocol.DETACH:
         # A session that has left is not known any more: for its client that is the same.
         return answer is not None and answer[1] in (protocol.OK, protocol.UNKNOWN_SESSION)
-    return answer == expected or not isinstance(change, Ask | Carry | Attach)
+    return answer == expected or (not isinstance(change, Ask | Carry | Attach) and type(change) is not Join)

@@ -13,7 +13,7 @@ from mambapool.pool.slot_table import SlotTableReader, TableLayout, Words, owner
 SLOTS, MAX_SESSIONS = 5, 2
 UUID = bytes(range(16))
 
-#: 512 words of header, 32 of sessions, 30 of rows, 1048 of the record: whole pages.
+#: 512 words of header, 48 of sessions, 30 of rows, 1048 of the record: whole pages.
 SIZE_BYTES = 16384
 
 
@@ -22,15 +22,15 @@ def path(tmp_path: Path) -> Path:
     """A table as ``docs/protocol.md`` describes it: 5 slots, 2 sessions; 2 and 4 are held, 4 is offered."""
     table = np.zeros(4096, "<u8")
     table[:1] = np.frombuffer(b"MAMBPOOL", "<u8")
-    table[1] = 1
+    table[1] = 2
     table[2:4] = np.frombuffer(UUID, "<u8")
     table[4:6] = SLOTS, MAX_SESSIONS
     table[8] = 77
     table[16:19] = 9, 9, 3
-    second = 512 + 16
+    second = 512 + 24
     table[second] = 31
     table[second + 3] = 12
-    rows = 512 + 16 * MAX_SESSIONS
+    rows = 512 + 24 * MAX_SESSIONS
     table[rows : rows + 6] = 0, 0, 31 << 8 | 1, 0, 31 << 8 | 1, 0
     table[rows + 2 * 6 :][:6] = 0, 1, 2, 3, 4, 5
     table[rows + 3 * 6 :][:6] = 0, 40, 3, 10, 4, 25
@@ -125,7 +125,7 @@ def truncate(size: int) -> Callable[[Path], object]:
     ("change", "kind", "says"),
     [
         (spoil(0, 0), ProtocolError, "is no slot table"),
-        (spoil(1, 2), VersionMismatch, "has layout version 2, this process reads 1"),
+        (spoil(1, 1), VersionMismatch, "has layout version 1, this process reads 2"),
         (spoil(2, 0), ProtocolError, "is another pool's slot table"),
         (spoil(4, 6000), ProtocolError, "has 16384 bytes, its header says"),
         (spoil(5, 2**60), ProtocolError, "has 16384 bytes, its header says"),
@@ -167,7 +167,7 @@ def test_a_reader_waits_while_a_change_is_under_way(
     def finish_the_third_time(deadline: float) -> float:
         waits.append(deadline)
         if len(waits) == 3:
-            words[512 + 16 + 3] = 13
+            words[512 + 24 + 3] = 13
             words[st.H_DONE] = 10
         return deadline
 

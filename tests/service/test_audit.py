@@ -339,7 +339,7 @@ WRONG: dict[str, tuple[Callable[[Words], None], str, tuple[int, ...]]] = {
     "session twice": (_set("sessions", 1, st.S_NUMBER, to=1), "a session is more than once in the slot table", ()),
     "applied": (_set("sessions", 0, st.S_APPLIED, to=9), "applied is 2, in the slot table 9", ()),
     "window": (_set("sessions", 1, st.S_WINDOW, to=0), "window is 2, in the slot table 0", ()),
-    "guarantee": (_set("sessions", 2, st.S_GUARANTEE, to=5), "guarantee is 4, in the slot table 5", ()),
+    "guarantee": (_set("sessions", 2, st.S_GUARANTEE, to=5), "promised is 4, in the slot table 5", ()),
     "guarantee not whole": (
         _set("rows", st.REQUEST, 7, to=5),
         "session 3 (guaranteed) has 3 slots of its guarantee of 4",

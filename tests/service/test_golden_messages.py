@@ -15,7 +15,7 @@ from mambapool.pool.protocol import pack, unpack
 from mambapool.service.dispatcher import Dispatcher
 from mambapool.service.pools import Shard
 
-PARTS = ("session", "turns", "refusals", "notices", "tags", "status", "audit", "lost")
+PARTS = ("session", "turns", "groups", "refusals", "notices", "tags", "status", "audit", "lost")
 STATUSES = {protocol.OK, protocol.NONE, protocol.GAP, *protocol._ERROR_OF_STATUS}
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
 
@@ -53,7 +53,7 @@ def two_sessions(dispatcher: Dispatcher) -> Dispatcher:
     return dispatcher
 
 
-@pytest.mark.parametrize("part", ["session", "turns"])
+@pytest.mark.parametrize("part", ["session", "turns", "groups"])
 def test_messages_that_follow_each_other_from_hello_to_detach(dispatcher: Dispatcher, part: str) -> None:
     exchanges = golden(part)
     for exchange in exchanges:
@@ -116,9 +116,9 @@ def test_the_document_has_every_status_with_its_number_and_exception() -> None:
 
 def test_the_attach_map_in_the_document_has_every_field() -> None:
     request = DOCUMENT.read_text().split("| in the request's map |")[1].split("\n\n")[0]
-    assert all(f"| `{field}` |" in request for field in {**hello_map(), "resume": 1})
+    assert all(f"| `{field}` |" in request for field in {**hello_map(), "resume": 1, "group": 1, "world_size": 1})
     reply = DOCUMENT.read_text().split("| in the reply's map |")[1].split("\n\n")[0]
-    assert all(f"| `{field}` |" in reply for field in golden("session")[0].reply_fields[3])
+    assert all(f"| `{field}` |" in reply for field in golden("groups")[0].reply_fields[3])
 
 
 def test_the_audit_map_in_the_document_has_every_field() -> None:

@@ -52,7 +52,8 @@ def test_an_attached_session_is_written_with_all_that_is_durable_of_it(
     assert words[st.S_NUMBER] == 3
     assert np.array(words[st.S_LEASE : st.S_LEASE + 2], np.uint64).tobytes() == session.lease.name
     assert words[st.S_APPLIED : st.S_NAME] == [0, 0, 2, 0, 5, 7, 4003]
-    assert np.array(words[st.S_NAME :], np.uint64).tobytes() == b"engine-3".ljust(48, b"\0")
+    assert np.array(words[st.S_NAME : st.S_NAME + 6], np.uint64).tobytes() == b"engine-3".ljust(48, b"\0")
+    assert words[st.S_WORLD_SIZE :] == [0] * 8  # it is in no group
     assert reader.items[st.H_NEXT_SESSION] == 4
     (row,) = pool.table.sessions()
     assert (row.lease, row.name, row.pid, row.rank) == (session.lease.name, "engine-3", 4003, 2)

@@ -8,6 +8,7 @@ from mambapool.client.replay.messages import (
     Failed,
     Go,
     Job,
+    Loaded,
     Progress,
     Ready,
     Report,
@@ -32,7 +33,7 @@ RESULT = SchedulerResult(
 
 @pytest.mark.parametrize(
     "report",
-    [Ready(512, 2), Progress(7, 900, blocked=True), Failed("PoolLost", "gone\nfor ever"), RESULT],
+    [Loaded(), Ready(512, 2), Progress(7, 900, blocked=True), Failed("PoolLost", "gone\nfor ever"), RESULT],
     ids=lambda report: type(report).__name__,
 )
 def test_a_report_arrives_as_it_was_sent_on_one_line(report: Report) -> None:
@@ -46,12 +47,17 @@ def test_a_report_arrives_as_it_was_sent_on_one_line(report: Report) -> None:
 def test_a_job_arrives_as_it_was_sent(directory: str | Path | None) -> None:
     options = ReplayOptions(Path("traces/a trace.jsonl"), directory, "other", 3, 1, 12.5, 2.0, "prefix", 10, 1.0)
     arrived = Job.from_line(Job(2, options).to_line())
-    assert arrived.scheduler == 2
+    assert (arrived.scheduler, arrived.rank, arrived.group) == (2, 0, None)
     assert arrived.options.trace == options.trace
     assert arrived.options.dir == (None if directory is None else str(directory))
     assert (arrived.options.pool, arrived.options.schedulers, arrived.options.track) == ("other", 3, 1)
     assert (arrived.options.step_ms, arrived.options.speed, arrived.options.route) == (12.5, 2.0, "prefix")
     assert (arrived.options.limit, arrived.options.timeout) == (10, 1.0)
+
+
+def test_a_ranks_job_arrives_as_it_was_sent() -> None:
+    job = Job(2, ReplayOptions(Path("trace.jsonl"), tp_size=4, guarantee=9), 3, "replay-7-2")
+    assert Job.from_line(job.to_line()) == job
 
 
 def test_the_start_of_the_trace_arrives_exactly() -> None:

@@ -16,6 +16,8 @@ from mambapool.pool.errors import ConfigError
         ({"schedulers": True}, "--schedulers True"),
         ({"track": -1}, "--track -1"),
         ({"limit": 0}, "--limit 0"),
+        ({"tp_size": 0}, "--tp-size 0: expected a whole number of at least 1"),
+        ({"guarantee": -1}, "--guarantee -1: expected a whole number of at least 0"),
         ({"step_ms": 0.0}, "--step-ms 0.0: expected a number above 0"),
         ({"step_ms": float("nan")}, "--step-ms nan"),
         ({"speed": -2.0}, "--speed -2.0"),

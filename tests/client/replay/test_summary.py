@@ -56,6 +56,23 @@ def test_counts_are_sums_and_peaks_are_told_apart() -> None:
     assert (found.schedulers, found.slots, found.seconds) == (2, 512, 1.235)
 
 
+def test_ranks_do_alike_and_are_verified_each() -> None:
+    options = ReplayOptions(Path("trace.jsonl"), schedulers=2, tp_size=2, guarantee=50)
+    ranks = [result(), result(messages=0, alloc_us=[])] * 2
+    found = summarize(options, 10, Run(ranks, 512, 1.0))
+    assert found.ok
+    assert (found.finished, found.steps, found.messages) == (10, 20, 40)
+    assert (found.rank_messages, found.tp_size, found.guarantee) == ((40, 0), 2, 50)
+    assert (found.peak_held, found.partitioned_need) == (12, 12)
+    rows = {row.label: row for row in found.rows()}
+    assert rows["requests"].note == "over 2 schedulers of 2 ranks"
+    assert rows["messages"].note == "2.00 + 0.00 per step, rank by rank"
+    ranks[3] = result(finished=4)
+    assert not summarize(options, 10, Run(ranks, 512, 1.0)).ok
+    ranks[3] = result(mismatches=1, findings=["rank 1 of the second"])
+    assert summarize(options, 10, Run(ranks, 512, 1.0)).findings == ("rank 1 of the second",)
+
+
 @pytest.mark.parametrize(
     ("results", "ok"),
     [

@@ -1,0 +1,105 @@
+"""What the allocators of all ranks of a group have in common: calls are numbered, checked against rank 0's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from mambapool.client.allocator import SlotAllocator
+from mambapool.client.group import Group
+from mambapool.client.group_answers import Following, Leading
+from mambapool.client.record import Record
+from mambapool.client.transport import Transport
+from mambapool.pool.errors import PoolLost
+from mambapool.pool.group_calls import ALLOC, FREE, call_word, digest
+from mambapool.pool.index_tensors import slot_ids
+from mambapool.pool.slot_table import H_LOST
+
+#: alloc(1), by far the most frequent call.
+ALLOC_ONE = call_word(ALLOC, 1)
+_FREE_ONE = call_word(FREE, 1)
+
+
+class GroupCalls(SlotAllocator):
+    """A rank's allocator: each call on every rank, in the same order, with the same answer.
+
+    Also reads that decide something, such as :meth:`available_size`, are calls. Misuse that the client finds raises
+    before the call counts. A rank whose call is not rank 0's gets :class:`~mambapool.pool.errors.RankDiverged`, the
+    others :class:`~mambapool.pool.errors.GroupBroken`.
+    """
+
+    def __init__(self, transport: Transport, device: torch.device | str, group: Group, **options: Any) -> None:
+        super().__init__(transport, device, **options)
+        self._group = group
+        #: For what rank 0 does, and all get the answer of.
+        self.shared: Leading | Following = Following(group) if group.rank else Leading(group)
+        # The slots of all ranks are those of rank 0's session.
+        self._record = Record(self._table, group.holder)
+        self._marks = self._record.marks
+
+    def free(self, free_index: torch.Tensor) -> None:
+        """Give slots back, on every rank. They leave the group when each rank has come this far."""
+        slot = self._slot_of(free_index)
+        slots = [slot] if slot >= 0 else slot_ids(free_index, size=self._largest_id(), what="free")
+        if not slots:
+            return
+        if self._unusable is not None or self._table_items[H_LOST]:
+            self._check_local()
+        with self._group.lock:
+            with self._lock:
+                self._record.give_back(slots)
+            # Not under the lock of the record: it may wait for a rank, and the background thread must not.
+            self._group.begin(_FREE_ONE | slots[0] if len(slots) == 1 else free_word(slots))
+            with self._lock:
+                self._take_back(slots)
+
+    def offer(self, slots: list[int]) -> None:
+        with self._lock:
+            self._record.offer(slots)
+
+    def tick(self) -> None:
+        """For the background thread."""
+        self._group.tick()
+
+    @contextlib.contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """One call at a time, of a client that is neither closed nor forked."""
+        self._check_local()
+        with self._group.lock:
+            yield
+
+    def _take_from_window(self) -> torch.Tensor | None:
+        """An alloc(1) that needs no answer: every rank has the same window. None: that is used up."""
+        if self._unusable is not None or self._table_items[H_LOST]:
+            self._check_local()
+        with self._group.lock:
+            if not self._window:
+                return None
+            self._group.begin(ALLOC_ONE)
+            slot = self._window.pop()
+            self._marks[slot] = 1
+        return self._tensors.get(slot)
+
+    def _check_local(self) -> None:
+        """What ends this client at once. What the allocator refused is told to all ranks, with an answer."""
+        if (reason := self._unusable) is not None:
+            raise type(reason)(*reason.args)
+        if self._table_items[H_LOST]:
+            raise PoolLost("the memory of this pool is gone, its keeper died: connect again when it is back")
+
+    def _no_slots(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.int64, device=self.device)
+
+    def _as_tensor(self, slots: list[int]) -> torch.Tensor:
+        if len(slots) == 1:
+            return self._tensors.get(slots[0])
+        return torch.tensor(slots, dtype=torch.int64, device=self.device)
+
+
+def free_word(slots: list[int]) -> int:
+    """A free of several as a call word."""
+    return call_word(FREE, len(slots), digest(np.array(slots, "<i4").tobytes()))

@@ -1,0 +1,166 @@
+"""Joining a group: a barrier that names who is missing, and refusals that name the first and what differs."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+import pytest
+from daemons import wait_until
+from fresh_pool import FreshPool, FreshPoolFactory, ids
+from groups import join, new_name, on_all
+
+from mambapool.client import connect
+from mambapool.pool.errors import ConfigError, GeometryMismatch, GroupBroken, GuaranteeExceeded
+
+
+@pytest.fixture
+def pool(fresh_pool: FreshPoolFactory) -> FreshPool:
+    return fresh_pool(16)
+
+
+def pages(pool: FreshPool) -> list[str]:
+    """The group pages that there are."""
+    return sorted(path.name for path in pool.daemon.dir.glob(f"{pool.name}.group-*"))
+
+
+def test_who_is_missing_is_named_after_the_timeout(pool: FreshPool) -> None:
+    group = new_name()
+    began = time.monotonic()
+    with pytest.raises(
+        GroupBroken, match=rf"group {group}: rank 1 of 4 joined, ranks 0, 2, 3 did not within 0\.[34]"
+    ):
+        pool.connect(group=group, rank=1, world_size=4, timeout=0.3)
+    assert time.monotonic() - began < 0.8
+    # Nothing is left of it: another engine may have the name, in another size.
+    wait_until(lambda: len(pool.status()["holders"]) == 1, "the rank has gone")
+    assert pages(pool) == []
+    assert len(join(pool, 2, group=group)) == 2
+
+
+def test_a_rank_may_take_the_place_of_one_that_gave_up(pool: FreshPool) -> None:
+    group = new_name()
+    ranks: list[Any] = []
+    waiting = threading.Thread(
+        target=lambda: ranks.append(pool.connect(group=group, rank=0, world_size=2, timeout=10.0))
+    )
+    waiting.start()
+    wait_until(lambda: len(pool.status()["holders"]) == 2, "rank 0 has joined")
+    # Of another group: two that wait do not mix.
+    with pytest.raises(GroupBroken, match="did not"):
+        pool.connect(group=new_name(), rank=1, world_size=2, timeout=0.1)
+    ranks.append(pool.connect(group=group, rank=1, world_size=2))
+    waiting.join()
+    assert on_all(ranks, lambda rank: ids(rank.allocator.alloc(2))) == [[1, 2]] * 2
+
+
+def test_two_processes_with_one_rank_are_refused_naming_the_first(pool: FreshPool) -> None:
+    group = new_name()
+    first, _ = join(pool, 2, group=group)
+    named = rf"rank 0 of group {group} is taken, by rank 0 \(rank-0, session {first.session}, pid {os.getpid()}\)"
+    with pytest.raises(GroupBroken, match=named):
+        pool.connect(group=group, rank=0, world_size=2, name="second-job")
+    # The first goes on.
+    assert first.allocator.alloc(1) is not None
+
+
+DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
+    "world_size": ({"world_size": 3}, r"world_size: rank 1 \(late, pid {pid}\) has 3, .* has 2"),
+    "guarantee": ({"guarantee": 5}, r"guarantee: rank 1 \(late, pid {pid}\) has 5, .* has 4"),
+    "limit": ({"limit": 9}, r"limit: rank 1 \(late, pid {pid}\) has 9, .* has 8"),
+}
+
+
+@pytest.mark.parametrize("field", DIFFERENT)
+def test_ranks_that_differ_are_refused_naming_the_field_and_both(pool: FreshPool, field: str) -> None:
+    group = new_name()
+    options = {"group": group, "world_size": 2, "guarantee": 4, "limit": 8}
+    different, text = DIFFERENT[field]
+    errors: list[GroupBroken] = []
+
+    def wait_alone() -> None:
+        with pytest.raises(GroupBroken) as error:
+            pool.connect(rank=0, name="first", timeout=1.0, **options)
+        errors.append(error.value)
+
+    waiting = threading.Thread(target=wait_alone)
+    waiting.start()
+    wait_until(lambda: len(pool.status()["holders"]) == 2, "rank 0 has joined")
+    pattern = text.format(pid=os.getpid()).replace(
+        ".*", rf"group {group} of rank 0 \(first, session \d+, pid \d+\)"
+    )
+    with pytest.raises(GeometryMismatch, match=pattern):
+        pool.connect(rank=1, name="late", **{**options, **different})
+    waiting.join()
+    assert "rank 0 of 2 joined, rank 1 did not" in str(errors[0])
+
+
+@pytest.mark.parametrize("expected", ["slots", "create_slots"])
+def test_ranks_with_different_capacity_are_refused_naming_both(pool: FreshPool, expected: str) -> None:
+    with pytest.raises(GeometryMismatch, match=rf"{expected}: expected 12.*has 16 slots"):
+        join(pool, 2, **{expected: 12})
+
+
+def test_a_guarantee_counts_once_for_the_group(pool: FreshPool) -> None:
+    ranks = join(pool, 3, guarantee=10)
+    assert [rank.allocator.size for rank in ranks] == [10, 10, 10]
+    assert [rank.allocator.available_size() for rank in ranks] == [10, 10, 10]
+    assert pool.held_by(ranks[0]) == set(range(1, 11))
+    with pytest.raises(GuaranteeExceeded, match="guaranteed are 10: rank-0"):
+        pool.connect(guarantee=7)
+    assert pool.available == 6
+
+
+def test_a_guarantee_that_is_not_free_yet_is_named_by_who_waits_for_it(pool: FreshPool) -> None:
+    taken = pool.owner.allocator.alloc(10)
+    group = new_name()
+
+    def attach(rank: int) -> str:
+        with pytest.raises(Exception, match=r"guarantee|no answer|ended|died") as error:
+            connect(
+                pool.daemon.dir, pool.name, group=group, rank=rank, world_size=2, guarantee=8, timeout=0.3 + rank
+            )
+        return str(error.value)
+
+    texts: dict[int, str] = {}
+    threads = [threading.Thread(target=lambda r=rank: texts.update({r: attach(r)})) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert "rank 0" in texts[1]
+    assert taken is not None
+    pool.owner.allocator.free(taken)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"group": "g", "rank": 2, "world_size": 2}, "rank 2 is out of range: group g has ranks 0 to 1"),
+        ({"group": "g", "rank": -1, "world_size": 2}, "rank -1 is out of range"),
+        ({"group": "g", "rank": 0, "world_size": 0}, "world_size must be 1 to 256, not 0"),
+        ({"group": "g", "rank": 0, "world_size": 257}, "world_size must be 1 to 256, not 257"),
+        ({"group": "a b", "rank": 0, "world_size": 2}, "group name 'a b'"),
+        ({"group": "", "rank": 0, "world_size": 2}, "group name ''"),
+        ({"group": "g" * 49, "rank": 0, "world_size": 2}, "group name"),
+        ({"rank": 0, "world_size": 2}, "world_size=2 needs group=NAME"),
+    ],
+)
+def test_options_that_make_no_group_are_refused_before_anything_is_sent(
+    pool: FreshPool, options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        pool.connect(**options)
+    assert len(pool.status()["holders"]) == 1
+
+
+def test_the_page_goes_with_the_group(pool: FreshPool) -> None:
+    ranks = join(pool, 2)
+    assert len(pages(pool)) == 1
+    for rank in ranks:
+        assert len(pages(pool)) == 1
+        rank.close()
+    assert pages(pool) == []
+    assert pool.available == 16
