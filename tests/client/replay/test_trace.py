@@ -75,6 +75,7 @@ def test_a_request_without_output_runs_one_step(write_trace: WriteTrace) -> None
         (line(timestamp=-1), "timestamp is -1"),
         (line(timestamp=float("nan")), "timestamp is NaN"),
         (line(timestamp=True), "timestamp is true"),
+        (line(timestamp=10**400), "timestamp is 1000"),
         (line(input_length=1.5), "input_length is 1.5: expected a whole number"),
         (line(output_length=2**31), "output_length is 2147483648"),
         (line(output_length=None), "output_length is null"),
