@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 SOURCES := $(sort $(wildcard pool/*.py client/*.py client/*/*.py service/*.py service/*/*.py))
 
 SOAK ?= 30s
+FUZZ ?= 30s
 
-.PHONY: demo test soak faults check format install clean force
+.PHONY: demo test soak fuzz faults check format install clean force
 .DEFAULT_GOAL := install
 
 demo: install  ## Daemon, 4 schedulers and a real trace, in a temporary directory
@@ -18,6 +19,9 @@ test: install  ## Every test that this machine can run
 
 soak: install  ## Random kills under load; SOAK=10m for longer
 	$(BIN)/python tests/faults/soak.py --seconds $(SOAK)
+
+fuzz: install  ## Everything but what a daemon expects, at least 100,000 messages; FUZZ=10m for longer
+	$(BIN)/python tests/faults/fuzz.py --seconds $(FUZZ) --messages 100000
 
 faults: install  ## A crash before every store, each with a crash at every store of the recovery
 	MAMBAPOOL_ALL_CRASH_POINTS=1 $(BIN)/python -m pytest -n auto tests/faults --timeout 3600

@@ -1,7 +1,8 @@
 """What an allocator answers, held to its form before anybody relies on it.
 
-The allocator is trusted with slots, not with this process: a reply that is not what ``docs/protocol.md`` says, from another
-version or from whatever else listens at the socket, is a :class:`ProtocolError` of the call, and the client stays usable.
+The allocator is trusted with slots, not with this process: a reply that is not what ``docs/protocol.md`` says, from
+another version or from whatever else listens at the socket, is a :class:`ProtocolError` of the call, and the client
+stays usable.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def check_form(op: int, reply: list[Any], slots: int) -> None:
         ids = reply[3] if len(reply) == 4 else None
         if type(ids) is bytes and ids and not len(ids) % 4:
             listed = memoryview(ids).cast("i")  # little-endian, as every machine that this runs on
-            granted = 0 < min(listed) and max(listed) <= slots
+            granted = min(listed) > 0 and max(listed) <= slots
         else:
             granted = type(ids) is int and 0 < ids <= slots
         if not granted:

@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from mambapool.pool.errors import ConfigError
 
@@ -84,10 +85,22 @@ def _refuse_empty(_context: click.Context, _parameter: click.Parameter, value: s
     return value
 
 
+def file_completion(_context: click.Context, _parameter: click.Parameter, begun: str) -> list[CompletionItem]:
+    """The shell's own completion of files."""
+    return [CompletionItem(begun, type="file")]
+
+
+def _directory_completion(
+    _context: click.Context, _parameter: click.Parameter, begun: str
+) -> list[CompletionItem]:
+    return [CompletionItem(begun, type="dir")]
+
+
 dir_option = option(
     "--dir",
     "directory",
     metavar="DIR",
+    shell_complete=_directory_completion,
     callback=_refuse_empty,
     help="Runtime directory: sockets, locks, slot tables. Default: $XDG_RUNTIME_DIR/mambapool, else "
     "/run/mambapool if it can be written, else /tmp/mambapool-UID.",
@@ -100,7 +113,12 @@ def pool_options(*, required_slots: bool, slots_help: str) -> Callable[[F], F]:
     decorators = (
         option("--pool", default="default", show_default=True, metavar="NAME", help="Name of the pool."),
         option("--slots", type=int, metavar="N", required=required_slots, help=slots_help),
-        option("--model", metavar="CONFIG.json", help="Compute the state from a model's config.json."),
+        option(
+            "--model",
+            metavar="CONFIG.json",
+            shell_complete=file_completion,
+            help="Compute the state from a model's config.json.",
+        ),
         option(
             "--state",
             "states",

@@ -26,14 +26,16 @@ class Job:
 
     def to_line(self) -> bytes:
         options = dataclasses.asdict(self.options)
-        paths = {key: str(value) for key, value in options.items() if isinstance(value, Path)}
+        paths: dict[str, Any] = {key: str(value) for key, value in options.items() if isinstance(value, Path)}
+        paths["more_traces"] = [str(path) for path in self.options.more_traces]
         return _line({"scheduler": self.scheduler, "options": {**options, **paths}})
 
     @classmethod
     def from_line(cls, line: bytes) -> Job:
         fields = json.loads(line)
         options = fields["options"]
-        return cls(fields["scheduler"], ReplayOptions(**{**options, "trace": Path(options["trace"])}))
+        paths = {"trace": Path(options["trace"]), "more_traces": tuple(map(Path, options["more_traces"]))}
+        return cls(fields["scheduler"], ReplayOptions(**{**options, **paths}))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ class ReplayOptions:
     ``track``: slots per request besides the one of its state, for copies of the state. ``step_ms``: how
     far a scheduler's clock goes in one step. ``speed``: how many times faster than the trace at most, or
     None for as fast as the machine can. ``limit``: the first requests of the trace only. ``timeout``, in
-    seconds, bounds every wait for an answer.
+    seconds, bounds every wait for an answer. ``more_traces``: with ``trace`` one for each scheduler, each
+    up to its ``limit``.
     """
 
     trace: Path
@@ -32,6 +33,7 @@ class ReplayOptions:
     limit: int | None = None
     timeout: float = 5.0
     device: str = "cpu"
+    more_traces: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
         _check_at_least("schedulers", self.schedulers, 1)
@@ -42,8 +44,16 @@ class ReplayOptions:
         _check_positive("timeout", self.timeout)
         if self.speed is not None:
             _check_positive("speed", self.speed)
+        if self.more_traces and self.schedulers != len(self.traces):
+            raise ConfigError(
+                f"--schedulers {self.schedulers}: of {len(self.traces)} traces each has one scheduler; leave it out"
+            )
         if self.route not in ROUTES:
             raise ConfigError(f"--route {self.route!r} is not one of {', '.join(ROUTES)}")
+
+    @property
+    def traces(self) -> tuple[Path, ...]:
+        return (self.trace, *self.more_traces)
 
     @property
     def slots_per_request(self) -> int:

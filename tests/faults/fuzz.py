@@ -50,7 +50,14 @@ MOST_GROWTH_BYTES = 5_000_000
 WARM_UP = 0.1
 #: Of so many messages some at least have to get so far that these are the answers.
 ENOUGH = 50_000
-EXPECTED = {protocol.OK, protocol.NONE, protocol.GAP, protocol.DOUBLE_FREE, protocol.NOT_HOLDER, protocol.MALFORMED}
+EXPECTED = {
+    protocol.OK,
+    protocol.NONE,
+    protocol.GAP,
+    protocol.DOUBLE_FREE,
+    protocol.NOT_HOLDER,
+    protocol.MALFORMED,
+}
 EXPECTED |= {protocol.SLOT_OUT_OF_RANGE, protocol.DUPLICATE_SLOT, protocol.NOT_OPEN, protocol.WRONG_EPOCH}
 FILES_PART = 0.1
 ANSWER_S = 20.0
@@ -80,10 +87,10 @@ class Peer:
         self.attached = True
         hello = {"versions": [1, 1], "lease": self._lease.name, "pool": "default", "name": "hostile", "pid": 1}
         for fields in self._ask(pack((protocol.HELLO, 0, 1, 0, 0, 0, {**hello, "rank": 0, "guarantee": 0}))):
-            if fields[2] == protocol.OK and len(fields) == 4 and isinstance(fields[3], dict):
-                if fields[3].get("table") == "default.table":
-                    self.target.session, self.target.epoch = fields[3]["session"], fields[1]
-                    self._row = fields[3]["row"]
+            session = fields[3] if fields[2] == protocol.OK and len(fields) == 4 else None
+            if isinstance(session, dict) and session.get("table") == "default.table":
+                self.target.session, self.target.epoch = session["session"], fields[1]
+                self._row = session["row"]
 
     def burst(self, protected: list[int]) -> None:
         """Without a session many at once; with one few, for most depend on what became of those before."""
@@ -171,7 +178,9 @@ def send_garbage(daemon: Daemon, chance: random.Random) -> None:
         with socket.socket(socket.AF_UNIX, kind) as stranger, contextlib.suppress(OSError):
             stranger.settimeout(1.0)
             stranger.connect(str(path))
-            stranger.sendall(chance.choice((b"", greeting, greeting[:30])) + chance.randbytes(chance.randrange(999)))
+            stranger.sendall(
+                chance.choice((b"", greeting, greeting[:30])) + chance.randbytes(chance.randrange(999))
+            )
 
 
 def vanish(daemon: Daemon, chance: random.Random) -> None:
@@ -232,7 +241,9 @@ class Fuzz:
         assert "Traceback" not in self._daemon.log
         met = sum((peer.statuses for peer in self._peers), Counter[int]())
         missed = EXPECTED - met.keys()
-        assert not missed or self.messages < ENOUGH, f"no reply had status {sorted(missed)}: this went not deep enough"
+        assert not missed or self.messages < ENOUGH, (
+            f"no reply had status {sorted(missed)}: this went not deep enough"
+        )
 
     def close(self) -> None:
         self._daemon.close()
@@ -300,7 +311,9 @@ def fuzz(seconds: float, messages: int, seed: int) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Send a daemon everything but what it expects; it has to serve on.")
+    parser = argparse.ArgumentParser(
+        description="Send a daemon everything but what it expects; it has to serve on."
+    )
     parser.add_argument("--seconds", default="30s", help="how long: a number of seconds, or a duration as 10m")
     parser.add_argument("--messages", type=int, default=0, help="at least so many, however long that takes")
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))

@@ -20,7 +20,20 @@ from mambapool.pool import protocol
 #: What no field expects, or only just not.
 STRANGE: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1, -(2**63)),
-    *(0.5, float("nan"), float("inf"), "", "x", "\0", "é" * 200, "x" * 20_000, b"", b"\0", b"\xff" * 5, bytes(400)),
+    *(
+        0.5,
+        float("nan"),
+        float("inf"),
+        "",
+        "x",
+        "\0",
+        "é" * 200,
+        "x" * 20_000,
+        b"",
+        b"\0",
+        b"\xff" * 5,
+        bytes(400),
+    ),
     *([], [[]], [1, 2, 3], [None] * 40, {}, {"a": {}}, {"a": [1]}, msgpack.Timestamp(1), msgpack.ExtType(5, b"x")),
 )
 
@@ -63,10 +76,7 @@ class MessageFuzzer:
             return self._chance.randbytes(self._chance.randrange(300))
         if draw < 0.2:
             return self._scramble(self._chance.choice(self._bodies))
-        if draw < 0.45:
-            fields = list(self._chance.choice(self._fields))
-        else:
-            fields = self._sensible(target)
+        fields = list(self._chance.choice(self._fields)) if draw < 0.45 else self._sensible(target)
         if target is not None:
             self._address(fields, target)
         for _ in range(self._chance.choice((0, 0, 0, 1, 1, 2))):

@@ -38,7 +38,9 @@ device = "cpu"
 """
 
 _MOONCAKE = '{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47]}\n' * 3
-_AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50,396,109\n"
+_AZURE = (
+    "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50,396,109\n"
+)
 
 
 def spoiled(chance: random.Random, text: str) -> bytes:
@@ -54,7 +56,9 @@ def spoiled(chance: random.Random, text: str) -> bytes:
             case 2:
                 data[place:place] = data[place : place + size]
             case 3:
-                data[place:place] = chance.choice((b"[" * 2000, b"\xff\xfe", b"\0", b"9" * 400, b"-", b"e999", b"'"))
+                data[place:place] = chance.choice(
+                    (b"[" * 2000, b"\xff\xfe", b"\0", b"9" * 400, b"-", b"e999", b"'")
+                )
             case _:
                 del data[place:]
     return bytes(data)
@@ -102,5 +106,9 @@ def fuzz_files(directory: Path, chance: random.Random, seconds: float = 0.0, at_
         try:
             read(path)
         except MambaPoolError as error:
-            assert "\n" not in str(error), error
+            said = str(error)
+        else:
+            continue
+        assert said, f"{name} was refused without a reason"
+        assert "\n" not in said, said
     return count
