@@ -163,6 +163,8 @@ def check_socket_path(path: Path) -> str:
         str(path).encode()
     except UnicodeEncodeError:
         raise RuntimeDirError(f"{os.fsencode(path)!r} is not UTF-8; name another directory with --dir") from None
+    if "\0" in str(path):
+        raise RuntimeDirError(f"{str(path)!r} has a NUL in it; name another directory with --dir")
     size = len(os.fsencode(path))
     if size > MAX_SOCKET_PATH_BYTES:
         raise RuntimeDirError(

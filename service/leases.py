@@ -6,12 +6,17 @@ import contextlib
 import errno
 import os
 import stat
+import time
 from pathlib import Path
 from typing import Protocol
 
 from mambapool.pool import record_lock
 from mambapool.pool.errors import AllocatorUnavailable, ProtocolError
 from mambapool.pool.runtime_dir import RuntimeDir
+
+
+#: A client locks its lease within microseconds of making it.
+NEW_LEASE_S = 1.0
 
 
 class WatchedLock:
@@ -94,3 +99,17 @@ def open_lease(directory: RuntimeDir, name: bytes) -> WatchedLock:
         lease.close()
         raise ProtocolError(f"nobody holds the lease {name.hex()}: take its lock before HELLO")
     return lease
+
+
+def remove_left_over(directory: RuntimeDir) -> None:
+    """Remove the leases of processes that died while no allocator ran, or before they said HELLO."""
+    now = time.time()
+    for path in directory.leases.iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            # One that is new may be a client's that is about to take its lock.
+            if now - path.stat().st_mtime > NEW_LEASE_S:
+                lease = WatchedLock(bytes.fromhex(path.name), path)
+                if lease.is_held():
+                    lease.close()
+                else:
+                    lease.remove()

@@ -78,10 +78,12 @@ def option(*names: str, **attributes: Any) -> Callable[[F], F]:
     return click.option(*names, envvar=variable, show_envvar=True, **attributes)
 
 
-def _refuse_empty(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
-    """`--dir "$UNSET"` would mean the directory that one happens to be in."""
+def refuse_empty(_context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """`--dir "$UNSET"` would mean the directory that one happens to be in, `--model "$UNSET"` none at all."""
     if value == "":
-        raise click.BadParameter("the name of the directory is empty")
+        raise click.BadParameter(
+            f"the name of the {'directory' if parameter.name == 'directory' else 'file'} is empty"
+        )
     return value
 
 
@@ -101,7 +103,7 @@ dir_option = option(
     "directory",
     metavar="DIR",
     shell_complete=_directory_completion,
-    callback=_refuse_empty,
+    callback=refuse_empty,
     help="Runtime directory: sockets, locks, slot tables. Default: $XDG_RUNTIME_DIR/mambapool, else "
     "/run/mambapool if it can be written, else /tmp/mambapool-UID.",
 )
@@ -116,6 +118,7 @@ def pool_options(*, required_slots: bool, slots_help: str) -> Callable[[F], F]:
         option(
             "--model",
             metavar="CONFIG.json",
+            callback=refuse_empty,
             shell_complete=file_completion,
             help="Compute the state from a model's config.json.",
         ),

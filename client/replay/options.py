@@ -9,6 +9,13 @@ from pathlib import Path
 
 from mambapool.client.replay.routing import ROUTES
 from mambapool.pool.errors import ConfigError
+from mambapool.pool.layout import MAX_SLOTS
+
+#: Each is a process that imports torch.
+MOST_SCHEDULERS = 256
+
+#: A request's number has 32 bits (:mod:`~mambapool.client.replay.recurrence`).
+_MOST_REQUESTS = 2**32 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +43,10 @@ class ReplayOptions:
     more_traces: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_at_least("schedulers", self.schedulers, 1)
-        _check_at_least("track", self.track, 0)
+        _check_between("schedulers", self.schedulers, 1, MOST_SCHEDULERS)
+        _check_between("track", self.track, 0, MAX_SLOTS)
         if self.limit is not None:
-            _check_at_least("limit", self.limit, 1)
+            _check_between("limit", self.limit, 1, _MOST_REQUESTS)
         _check_positive("step-ms", self.step_ms)
         _check_positive("timeout", self.timeout)
         if self.speed is not None:
@@ -60,9 +67,9 @@ class ReplayOptions:
         return 1 + self.track
 
 
-def _check_at_least(flag: str, value: int, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise ConfigError(f"--{flag} {value!r}: expected a whole number of at least {least}")
+def _check_between(flag: str, value: int, least: int, most: int) -> None:
+    if type(value) is not int or not least <= value <= most:
+        raise ConfigError(f"--{flag} {value!r}: expected a whole number from {least} to {most}")
 
 
 def _check_positive(flag: str, value: float) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import click
@@ -37,11 +36,9 @@ def show(config: str | None, as_json: bool, **_flags: Any) -> None:
     Takes the flags of serve, and reads the same variables and the same file: flag > environment > file > default.
     What serve would refuse is refused here, too.
     """
-    from mambapool.service.config import AllocatorConfig
     from mambapool.service.settings import settings
 
-    served = serve_config()
-    AllocatorConfig(Path(), served.pools, served.max_sessions, served.max_waiters)  # which checks them
+    serve_config()  # which refuses what cannot be
     found = settings(config, given_settings())
     if as_json:
         click.echo(json.dumps([setting.to_json() for setting in found]))

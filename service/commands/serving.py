@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
 from mambapool.service.commands.common import one_pool
-from mambapool.service.options import file_completion, option, pool_options
+from mambapool.service.options import file_completion, option, pool_options, refuse_empty
 
 if TYPE_CHECKING:
     from mambapool.service.serve import ServeConfig
@@ -47,6 +48,7 @@ def serve_options(function: F) -> F:
         option(
             "--config",
             metavar="FILE.toml",
+            callback=refuse_empty,
             shell_complete=file_completion,
             help="Several pools: [[pool]] tables with the flags' names as keys. Flags change the pool that --pool "
             "names, or the file's only one.",
@@ -58,7 +60,8 @@ def serve_options(function: F) -> F:
 
 
 def serve_config() -> ServeConfig:
-    """What the current command's flags, the environment and the file come to."""
+    """What the current command's flags, the environment and the file come to; refused before anything is started."""
+    from mambapool.service.config import AllocatorConfig
     from mambapool.service.serve import ServeConfig
 
     flags = click.get_current_context().params
@@ -78,6 +81,7 @@ def serve_config() -> ServeConfig:
         for key, value in given.items():
             given[key] = value if value is not None else getattr(found, key)
     limits = {name: value for name, value in given.items() if value is not None}
+    AllocatorConfig(Path(), pools, **limits)  # which checks them, and how they go together
     return ServeConfig(directory, pools, **limits)
 
 

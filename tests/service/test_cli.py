@@ -96,7 +96,9 @@ def test_a_shell_completes_commands_flags_and_files(shell: str) -> None:
         # What the script asks; fish says which word is not finished, the others how many words there are.
         word = words.split(" ")[-1] if shell == "fish" else str(words.count(" "))
         asked = {"COMP_WORDS": words, "COMP_CWORD": word, "_MAMBAPOOL_COMPLETE": f"{shell}_complete"}
-        answer = CliRunner().invoke(command_line, [], prog_name="mambapool", complete_var="_MAMBAPOOL_COMPLETE", env=asked)
+        answer = CliRunner().invoke(
+            command_line, [], prog_name="mambapool", complete_var="_MAMBAPOOL_COMPLETE", env=asked
+        )
         return answer.output
 
     assert "status" in complete("mambapool st")
