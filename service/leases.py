@@ -14,7 +14,6 @@ from mambapool.pool import record_lock
 from mambapool.pool.errors import AllocatorUnavailable, ProtocolError
 from mambapool.pool.runtime_dir import RuntimeDir
 
-
 #: A client locks its lease within microseconds of making it.
 NEW_LEASE_S = 1.0
 

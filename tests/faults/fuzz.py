@@ -60,6 +60,7 @@ EXPECTED = {
 }
 EXPECTED |= {protocol.SLOT_OUT_OF_RANGE, protocol.DUPLICATE_SLOT, protocol.NOT_OPEN, protocol.WRONG_EPOCH}
 FILES_PART = 0.1
+MOST_FILES_S = 30.0
 ANSWER_S = 20.0
 
 
@@ -276,11 +277,11 @@ def memory_bytes(pid: int) -> int:
 def fuzz(seconds: float, messages: int, seed: int) -> int:
     """Run it and print what came out; the exit status."""
     with tempfile.TemporaryDirectory(prefix="fuzz-") as parent:
-        files = fuzz_files(Path(parent), random.Random(seed), seconds * FILES_PART)
+        files = fuzz_files(Path(parent), random.Random(seed), min(seconds * FILES_PART, MOST_FILES_S))
         run = Fuzz(Path(parent), seed)
         wrong: list[str] = []
         try:
-            run.run(seconds * (1 - FILES_PART), messages)
+            run.run(seconds - min(seconds * FILES_PART, MOST_FILES_S), messages)
             run.finish()
         except AssertionError as error:
             wrong.append(str(error))

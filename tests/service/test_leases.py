@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from daemons import wait_until
 
 from mambapool.pool.errors import ProtocolError
 from mambapool.pool.runtime_dir import RuntimeDir
-from mambapool.service.leases import ReleasedLock, WatchedLock, open_lease
+from mambapool.service.leases import ReleasedLock, WatchedLock, open_lease, remove_left_over
 
 Holder = Callable[[bytes], subprocess.Popen[str]]
 
@@ -136,3 +137,22 @@ def test_a_lock_that_was_released_before_anybody_looked_is_not_held() -> None:
     assert not lock.is_held()
     lock.close()
     lock.remove()
+
+
+def test_leases_that_nobody_holds_are_removed_at_a_start_but_new_ones(
+    directory: RuntimeDir, hold: Holder, name: bytes
+) -> None:
+    held, dead, new, other = (directory.lease(each) for each in (name, b"d" * 16, b"n" * 16, b"o" * 16))
+    hold(name)
+    for path in (dead, new):
+        path.touch()
+    other = other.with_name("a note of somebody")
+    other.touch()
+    long_ago = time.time() - 60
+    for path in (held, dead, other):
+        os.utime(path, (long_ago, long_ago))
+    remove_left_over(directory)
+    assert {path.name for path in directory.leases.iterdir()} == {held.name, new.name, other.name}
+    lease = open_lease(directory, name)
+    assert lease.is_held()
+    lease.close()
