@@ -177,3 +177,5 @@ def _check_keys(table: dict[str, Any], known: dict[str, type], where: str) -> No
             raise ConfigError(f"{where}: unknown key {key!r}; known here are {', '.join(known)}")
         if type(value) is not known[key]:
             raise ConfigError(f"{where}: {key} must be {_WORDS[known[key]]}, not {value!r}"[:300])
+        if value == "":
+            raise ConfigError(f"{where}: {key} is empty; leave it out, or say what it is")

@@ -102,10 +102,9 @@ def _draw_occupancy(
         most = max(most, summary.slots)
     axes.set_ylim(0, max(1.0, 1.18 * most))
     axes.set_ylabel("slots held")
-    clocks = "; while requests wait, schedulers are not in step" if summary.waits else ""
     axes.set_title(
         f"{summary.finished:,} requests on one pool of {summary.slots:,} slots "
-        f"(means over {(edges[1] - edges[0]) / 1000:.1f} s, each scheduler by its own clock{clocks})",
+        f"(means over {(edges[1] - edges[0]) / 1000:.1f} s)",
         loc="left",
         fontsize=11,
         color=_INK,
@@ -116,7 +115,6 @@ def _draw_occupancy(
 
 
 def _draw_waits(axes: Axes, edges: Series, summary: ReplaySummary, results: Sequence[SchedulerResult]) -> None:
-    axes.set_ylabel("requests waiting")
     if not summary.waits:
         axes.set_ylim(0, 1)
         axes.set_yticks([])
@@ -124,11 +122,18 @@ def _draw_waits(axes: Axes, edges: Series, summary: ReplaySummary, results: Sequ
             0.5, 0.5, "none waited for a slot", transform=axes.transAxes, ha="center", va="center", color=_INK
         )
         return
+    axes.set_ylabel("requests waiting")
     means = [_means(result.waiting, edges) for result in results]
     colours = [COLOURS[number % len(COLOURS)] for number in range(len(results))]
     axes.stackplot(edges[:-1] / 60_000, *means, step="post", colors=colours, linewidth=0)
     axes.set_ylim(0, None)
-    axes.set_title(f"{summary.waits:,} requests waited at least one step", loc="left", fontsize=9, color=_INK)
+    axes.set_title(
+        f"{summary.waits:,} requests waited at least one step. Each scheduler has a clock of its own: "
+        "they are not in step then",
+        loc="left",
+        fontsize=9,
+        color=_INK,
+    )
 
 
 def _mark(axes: Axes, slots: int, x: float, text: str) -> None:

@@ -116,7 +116,7 @@ def changed(*fields: Any, to: int = OK) -> Spoil:
     return lambda body: msgpack.packb([*protocol.unpack(body, len(body))[:2], to, *fields])
 
 
-NO_GRANTS = [
+NO_GRANTS: list[tuple[Any, ...]] = [
     *[(), (None,), (0,), (-1,), (9,), (2**62,), (True,), (1.5,), ("1",), ([1, 2],), ({},), (1, 1)],
     *[(b"",), (b"\1\0\0",), (bytes(8),), (b"\1\0\0\0\xff\xff\xff\xff",), (b"\1\0\0\0\x09\0\0\0",)],
 ]
@@ -194,7 +194,8 @@ def test_a_greeting_that_lacks_something_is_refused_and_leaves_no_session(
         if isinstance(session, dict):
             session = {key: held for key, held in session.items() if key != field or value is not ...}
             session = {**session, field: value} if value is not ... else session
-        return msgpack.packb([*head, session])
+        spoiled: bytes = msgpack.packb([*head, session])
+        return spoiled
 
     for value in (..., None, "x/y", -1, b"short", [1], 2**63):
         with between.spoiling(lambda body, value=value: spoil(body, value)), pytest.raises(MambaPoolError):  # type: ignore[misc]
@@ -204,7 +205,8 @@ def test_a_greeting_that_lacks_something_is_refused_and_leaves_no_session(
 
 def test_status_of_something_else_is_an_error_of_ours(between: Between, directory: Path) -> None:
     place = RuntimeDir(directory)
-    for fields in ((), (None,), (1,), ("x",), ([],)):
+    replies: tuple[tuple[Any, ...], ...] = ((), (None,), (1,), ("x",), ([],))
+    for fields in replies:
         for status in (OK, protocol.REFUSED, protocol.MALFORMED, 99):
             with between.spoiling(changed(*fields, to=status)), pytest.raises(MambaPoolError):
                 ask_status(place, 1.0)
