@@ -6,16 +6,12 @@ import contextlib
 import errno
 import os
 import stat
-import time
 from pathlib import Path
 from typing import Protocol
 
 from mambapool.pool import record_lock
 from mambapool.pool.errors import AllocatorUnavailable, ProtocolError
 from mambapool.pool.runtime_dir import RuntimeDir
-
-#: A client locks its lease within microseconds of making it.
-NEW_LEASE_S = 1.0
 
 
 class WatchedLock:
@@ -100,15 +96,34 @@ def open_lease(directory: RuntimeDir, name: bytes) -> WatchedLock:
     return lease
 
 
-def remove_left_over(directory: RuntimeDir) -> None:
-    """Remove the leases of processes that died while no allocator ran, or before they said HELLO."""
-    now = time.time()
-    for path in directory.leases.iterdir():
-        with contextlib.suppress(OSError, ValueError):
-            # One that is new may be a client's that is about to take its lock.
-            if now - path.stat().st_mtime > NEW_LEASE_S:
-                lease = WatchedLock(bytes.fromhex(path.name), path)
-                if lease.is_held():
-                    lease.close()
-                else:
-                    lease.remove()
+def left_over(directory: RuntimeDir) -> list[bytes]:
+    """The leases that nobody holds: of processes that died while no allocator ran, or before they said HELLO.
+
+    Or of one that is about to take its lock, which it does within microseconds: look twice before removing any.
+    """
+    return [name for name in map(_name, directory.leases.iterdir()) if name and not _is_held(directory, name)]
+
+
+def remove_left_over(directory: RuntimeDir, names: list[bytes]) -> None:
+    """Remove those that still nobody holds."""
+    for name in names:
+        if not _is_held(directory, name):
+            directory.lease(name).unlink(missing_ok=True)
+
+
+def _name(path: Path) -> bytes:
+    try:
+        return bytes.fromhex(path.name)
+    except ValueError:
+        return b""
+
+
+def _is_held(directory: RuntimeDir, name: bytes) -> bool:
+    """True also of what is no lease at all."""
+    try:
+        lease = WatchedLock(name, directory.lease(name))
+    except OSError:
+        return True
+    held = lease.is_held()
+    lease.close()
+    return held

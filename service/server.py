@@ -33,7 +33,6 @@ from mambapool.service.build import build_registry, keeper_lock_name
 from mambapool.service.config import AllocatorConfig
 from mambapool.service.dispatcher import Dispatcher
 from mambapool.service.door import Door
-from mambapool.service.leases import remove_left_over
 from mambapool.service.watcher import Watcher
 
 _log = logging.getLogger("mambapool.allocator")
@@ -86,7 +85,6 @@ def run_allocator(config: AllocatorConfig, announce: Callable[[dict[str, Any]], 
     watcher = Watcher(directory, server.notify)
     try:
         registry, epoch = build_registry(config, directory, watcher)
-        remove_left_over(directory)
         server.dispatcher = Dispatcher(epoch, registry, status_header=header)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, server.on_signal)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from mambapool.pool.errors import RuntimeDirError
 from mambapool.pool.runtime_dir import RuntimeDir, check_socket_path
-from mambapool.service.leases import Lock, WatchedLock, open_lease
+from mambapool.service.leases import Lock, WatchedLock, left_over, open_lease, remove_left_over
 
 _log = logging.getLogger("mambapool.allocator")
 
@@ -75,6 +75,8 @@ class Watcher:
         self._epoll = select.epoll()
         self._epoll.register(self._listener.fileno(), select.EPOLLIN)
         self._epoll.register(self._wake.fileno(), select.EPOLLIN)
+        #: Until the first sweep, which looks at them again.
+        self._left_over = left_over(directory)
         self._door = -1
         self._on_knock: Callable[[], None] = lambda: None
         self._ending = False
@@ -214,6 +216,8 @@ class Watcher:
                     del self._hinted[lease.name]
 
     def _sweep(self) -> None:
+        remove_left_over(self._directory, self._left_over)
+        self._left_over = []
         with self._lock:
             for lease in list(self._leases.values()):
                 if not lease.is_held():

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from daemons import wait_until
 
 from mambapool.pool.errors import ProtocolError
 from mambapool.pool.runtime_dir import RuntimeDir
-from mambapool.service.leases import ReleasedLock, WatchedLock, open_lease, remove_left_over
+from mambapool.service.leases import ReleasedLock, WatchedLock, left_over, open_lease, remove_left_over
 
 Holder = Callable[[bytes], subprocess.Popen[str]]
 
@@ -139,20 +138,18 @@ def test_a_lock_that_was_released_before_anybody_looked_is_not_held() -> None:
     lock.remove()
 
 
-def test_leases_that_nobody_holds_are_removed_at_a_start_but_new_ones(
+def test_leases_that_nobody_holds_at_two_looks_are_removed(
     directory: RuntimeDir, hold: Holder, name: bytes
 ) -> None:
-    held, dead, new, other = (directory.lease(each) for each in (name, b"d" * 16, b"n" * 16, b"o" * 16))
-    hold(name)
-    for path in (dead, new):
-        path.touch()
-    other = other.with_name("a note of somebody")
-    other.touch()
-    long_ago = time.time() - 60
-    for path in (held, dead, other):
-        os.utime(path, (long_ago, long_ago))
-    remove_left_over(directory)
-    assert {path.name for path in directory.leases.iterdir()} == {held.name, new.name, other.name}
-    lease = open_lease(directory, name)
-    assert lease.is_held()
-    lease.close()
+    held, dead, new = name, b"d" * 16, b"n" * 16
+    hold(held)
+    for lease in (dead, new):
+        directory.lease(lease).touch()
+    (directory.leases / "a note of somebody").touch()
+    found = left_over(directory)
+    assert set(found) == {dead, new}
+    hold(new)  # its process was about to take its lock
+    remove_left_over(directory, found)
+    names = {directory.lease(held).name, directory.lease(new).name, "a note of somebody"}
+    assert {path.name for path in directory.leases.iterdir()} == names
+    assert open_lease(directory, held).is_held()
