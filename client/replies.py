@@ -22,9 +22,18 @@ _NUMBERS = ("session", "row", "applied", "slots", "limit", "guarantee")
 def parse_reply(body: bytes, max_items: int | None = None) -> list[Any]:
     """``[request id, epoch, status, …]``; anything else is a :class:`ProtocolError`."""
     reply = protocol.unpack(body, len(body)) if max_items is None else protocol.unpack(body, len(body), max_items)
-    if len(reply) < 3 or not all(type(field) is int and 0 <= field < MAX_NUMBER for field in reply[:3]):
+    if len(reply) < 3:
+        raise ProtocolError(f"a reply has at least 3 fields, this one {len(reply)}")
+    known, epoch, status = reply[0], reply[1], reply[2]
+    # Written out: every call comes by here.
+    if not (
+        type(known) is type(epoch) is type(status) is int
+        and 0 <= known < MAX_NUMBER
+        and 0 <= epoch < MAX_NUMBER
+        and 0 <= status < MAX_NUMBER
+    ):
         raise ProtocolError("request id, epoch and status are whole numbers")
-    if reply[2] == protocol.GAP and not (len(reply) == 4 and _is_number(reply[3])):
+    if status == protocol.GAP and not (len(reply) == 4 and _is_number(reply[3])):
         raise ProtocolError("a GAP tells the number of the last posted message that was applied")
     return reply
 
