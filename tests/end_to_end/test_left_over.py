@@ -16,7 +16,7 @@ from processes import Children
 DaemonFactory = Callable[..., Daemon]
 
 #: Each with a start of a daemon, which takes a second.
-ROUNDS = int(os.environ.get("LEFT_OVER_ROUNDS", "4"))
+ROUNDS = int(os.environ.get("LEFT_OVER_ROUNDS", "3"))
 
 READER = """
     import os, signal, sys, time

@@ -26,9 +26,9 @@ def run(*arguments: str) -> tuple[int, dict[str, Any], str]:
 
 
 def test_a_daemon_that_gets_everything_but_what_it_expects_serves_on() -> None:
-    status, summary, said = run("--seconds", "1s", "--messages", "8000", "--seed", "3")
+    status, summary, said = run("--seconds", "1s", "--messages", "6000", "--seed", "3")
     assert status == 0, said
-    assert summary["messages"] >= 8000
+    assert summary["messages"] >= 6000
     assert summary["serving"]
     assert summary["clean"]
     assert summary["growth_bytes"] < 5_000_000
@@ -56,4 +56,4 @@ def serving(pid: int) -> int:
 
 
 def test_spoiled_files_are_read_or_refused(tmp_path: Path) -> None:
-    assert fuzz_files(tmp_path, random.Random(76), at_least=1200) == 1200
+    assert fuzz_files(tmp_path, random.Random(76), at_least=800) == 800
