@@ -6,13 +6,14 @@ BIN := $(VENV)/bin
 SOURCES := $(sort $(wildcard pool/*.py client/*.py client/*/*.py service/*.py service/*/*.py))
 
 SOAK ?= 30s
+FUZZ ?= 30s
 
 # Where bytecode is not kept, every process that a test starts compiles the project anew.
 unexport PYTHONDONTWRITEBYTECODE
 # One more than there are cores: tests wait for processes, sockets and clocks.
 JOBS ?= $(shell expr $$(nproc) + 1)
 
-.PHONY: demo test soak faults groups check format install clean force
+.PHONY: demo test soak fuzz faults groups check format install clean force
 .DEFAULT_GOAL := install
 
 demo: install  ## Daemon, 4 schedulers and a real trace, in a temporary directory
@@ -23,6 +24,9 @@ test: install  ## Every test that this machine can run
 
 soak: install  ## Random kills under load; SOAK=10m for longer
 	$(BIN)/python tests/faults/soak.py --seconds $(SOAK)
+
+fuzz: install  ## Everything but what a daemon expects, at least 100,000 messages; FUZZ=10m for longer
+	$(BIN)/python tests/faults/fuzz.py --seconds $(FUZZ) --messages 100000
 
 faults: install  ## A crash before every store, each with a crash at every store of the recovery
 	MAMBAPOOL_ALL_CRASH_POINTS=1 ALL_GROUP_RUNS=1 $(BIN)/python -m pytest -n $(JOBS) tests/faults --timeout 3600

@@ -21,6 +21,7 @@ from zmq.backend import Socket as BackendSocket
 
 from mambapool.client.lease import Lease
 from mambapool.client.posted import Posted, PostedQueue
+from mambapool.client.replies import check_form, parse_reply, session_of
 from mambapool.pool import protocol
 from mambapool.pool.errors import AllocatorUnavailable, MambaPoolError, PoolLost, ProtocolError
 from mambapool.pool.runtime_dir import RuntimeDir, check_socket_path
@@ -45,8 +46,6 @@ _TURN_LOOK_S = 0.002
 _TICK_WAITS_S = 0.5
 
 _NOBLOCK = int(zmq.NOBLOCK)
-
-_SESSION_KEYS = {"session", "row", "applied", "slots", "limit", "guarantee", "uuid", "table", "shards"}
 
 _contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}
 _context_lock = threading.Lock()
@@ -140,7 +139,7 @@ class Transport:
                 if op in (protocol.ALLOC, protocol.BEGIN):
                     self.posted.append(protocol.CANCEL, request_id, 0)
                 raise
-        return _checked(reply)
+        return self._checked(op, reply)
 
     def call_and_wait(
         self, op: int, *arguments: Any, frees: Posted | None = None, wait: float, kept: bool = False
@@ -154,7 +153,7 @@ class Transport:
         if kept and self._unresolved:
             reply = self._resolve(self._unresolved, op)
             if reply is not None:
-                return _checked(reply)
+                return self._checked(op, reply)
         with self._turn():
             request_id = self._new_request()
             self._waiting[request_id] = None
@@ -177,7 +176,19 @@ class Transport:
                 reply = self._resolve(request_id, op)
             else:
                 self._until_applied(cancel.number)
-        return None if reply is None else _checked(reply)
+        return None if reply is None else self._checked(op, reply)
+
+    def _checked(self, op: int, reply: list[Any]) -> list[Any]:
+        """The reply, unless it refuses; one that makes no sense is given back, as far as that goes."""
+        try:
+            check_form(op, reply, self.session["slots"])
+        except ProtocolError:
+            if op in (protocol.ALLOC, protocol.BEGIN):
+                self.post(protocol.CANCEL, reply[0], 0)
+            raise
+        if reply[2] > protocol.NONE:
+            raise protocol.error_from(reply[2:])
+        return reply
 
     def _resolve(self, request_id: int, op: int) -> list[Any] | None:
         """What became of a kept request that was not answered in time: its grant, or None; it waits no longer."""
@@ -336,6 +347,9 @@ class Transport:
                 self._attach_again(deadline)
             else:
                 return reply
+            # Whoever answers each time, and never with an answer, is not waited for any longer.
+            if time.monotonic() >= deadline:
+                raise self._unavailable(f"no answer within {self.timeout:g} s")
 
     def _await_turn(
         self, request_id: int, op: int, arguments: tuple[Any, ...], frees: Posted | None, deadline: float
@@ -430,18 +444,13 @@ class Transport:
     def _take(self, body: bytes, request_id: int) -> list[Any] | None:
         """The message if it answers that request. What others wait for and notices are noted, the rest dropped."""
         try:
-            message = protocol.unpack(body, len(body))
-            known, epoch, status, *payload = message
-            if not (type(known) is type(epoch) is type(status) is int):
-                raise ProtocolError("request id, epoch and status are numbers")
-        except (ProtocolError, ValueError) as error:
+            message = parse_reply(body)
+        except ProtocolError as error:
             self.refusals.append(ProtocolError(f"the allocator sent something malformed: {error}"))
             return None
+        known, epoch, status, *payload = message
         if status == protocol.WRONG_EPOCH and epoch == self.epoch:
             return None  # about something that was sent before the last HELLO
-        if status == protocol.GAP and not (payload and type(payload[0]) is int):
-            self.refusals.append(ProtocolError("the allocator sent a GAP without a number"))
-            return None
         if known:
             if known in self._waiting:
                 self._waiting[known] = message
@@ -482,8 +491,8 @@ class Transport:
                 self._ended = str(error)
                 self._tell_end()
             raise error
+        session = session_of(reply)
         self.epoch = reply[1]
-        session: dict[str, Any] = reply[3]
         return session
 
     def _connect_lease(self) -> None:
@@ -497,20 +506,6 @@ class Transport:
 
     def _unavailable(self, reason: str) -> AllocatorUnavailable:
         return AllocatorUnavailable(f"the allocator of {self.directory.path} is not available: {reason}")
-
-
-def _session_map(reply: list[Any]) -> dict[str, Any]:
-    """What HELLO was answered with; an allocator that leaves something out is none that we can talk to."""
-    session = reply[3] if len(reply) > 3 else None
-    if not isinstance(session, dict) or not session.keys() >= _SESSION_KEYS:
-        raise ProtocolError("the allocator answered HELLO with something else than a session")
-    return session
-
-
-def _checked(reply: list[Any]) -> list[Any]:
-    if reply[2] > protocol.NONE:
-        raise protocol.error_from(reply[2:])
-    return reply
 
 
 def ask_status(directory: RuntimeDir, timeout: float) -> dict[str, Any]:
@@ -540,8 +535,7 @@ def _ask(directory: RuntimeDir, timeout: float, op: int, *arguments: Any) -> dic
     dealer.rcvtimeo = int(timeout * 1000)
     try:
         dealer.send(protocol.pack((op, 0, 1, 0, 0, 0, *arguments)))
-        body = dealer.recv()
-        reply = protocol.unpack(body, len(body), protocol.MAX_STATUS_ITEMS)
+        reply = parse_reply(dealer.recv(), protocol.MAX_STATUS_ITEMS)
     except zmq.Again:
         raise AllocatorUnavailable(
             f"the allocator of {directory.path} did not answer within {timeout:g} s: is it running?"
@@ -549,10 +543,11 @@ def _ask(directory: RuntimeDir, timeout: float, op: int, *arguments: Any) -> dic
     finally:
         dealer.close(linger=0)
     if reply[2] == protocol.REFUSED:
-        raise MambaPoolError(reply[3])  # it is available, and says no
+        raise MambaPoolError(str(reply[-1]))  # it is available, and says no
     if len(reply) < 4 or reply[2] != protocol.OK or not isinstance(reply[3], dict):
         raise protocol.error_from(reply[2:])
-    return reply[3]
+    answer: dict[str, Any] = reply[3]
+    return answer
 
 
 def _new_socket(directory: RuntimeDir) -> zmq.Socket[bytes]:

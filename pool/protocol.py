@@ -217,6 +217,11 @@ def error_payload(error: errors.MambaPoolError) -> list[Any]:
     return [status, str(error)]
 
 
+def is_refusal(payload: Sequence[Any]) -> bool:
+    """Whether ``[status, …]`` is one that :func:`error_payload` makes."""
+    return payload[0] in _ERROR_OF_STATUS and isinstance(payload[-1], str)
+
+
 def error_from(payload: Sequence[Any]) -> errors.MambaPoolError:
     """The exception that ``[status, …]`` of a reply stands for; never raises on a malformed one."""
     status = payload[0] if payload else None

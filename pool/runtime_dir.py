@@ -40,6 +40,15 @@ def candidates() -> list[Path]:
     return [*found, Path("/run/mambapool"), Path(f"/tmp/mambapool-{os.getuid()}")]
 
 
+def server_path(named: str | os.PathLike[str] | None) -> Path:
+    """The directory that a server takes; not looked at yet."""
+    if named is not None:
+        return Path(named).absolute()
+    # /run/mambapool counts only "if it can be written": root's, or made for us by an init system.
+    options = [path for path in candidates() if path != Path("/run/mambapool") or _can_make(path)]
+    return options[0].absolute()
+
+
 @dataclass(frozen=True, slots=True)
 class RuntimeDir:
     """The paths in one runtime directory."""
@@ -52,12 +61,7 @@ class RuntimeDir:
 
         Raises :class:`RuntimeDirError` when it cannot be made or others may write to it.
         """
-        if named is not None:
-            options = [Path(named)]
-        else:
-            # /run/mambapool counts only "if it can be written": root's, or made for us by an init system.
-            options = [p for p in candidates() if p != Path("/run/mambapool") or _can_make(p)]
-        directory = cls(options[0].absolute())
+        directory = cls(server_path(named))
         check_socket_path(directory.allocator_socket)
         try:
             directory.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -159,6 +163,8 @@ def check_socket_path(path: Path) -> str:
         str(path).encode()
     except UnicodeEncodeError:
         raise RuntimeDirError(f"{os.fsencode(path)!r} is not UTF-8; name another directory with --dir") from None
+    if "\0" in str(path):
+        raise RuntimeDirError(f"{str(path)!r} has a NUL in it; name another directory with --dir")
     size = len(os.fsencode(path))
     if size > MAX_SOCKET_PATH_BYTES:
         raise RuntimeDirError(

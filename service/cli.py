@@ -11,6 +11,8 @@ from mambapool.pool.exits import EXIT_FAILED, exit_status
 from mambapool.pool.version import VERSION
 from mambapool.service.commands.allocator import allocator
 from mambapool.service.commands.audit import audit
+from mambapool.service.commands.completion import PROGRAM, VARIABLE, completion
+from mambapool.service.commands.config import config
 from mambapool.service.commands.evict import evict_command
 from mambapool.service.commands.geometry import geometry
 from mambapool.service.commands.keeper import keeper
@@ -37,7 +39,7 @@ def main() -> None:
     """Run the command line; every expected error is one line on stderr, and an exit status."""
     try:
         # What comes back is the status of --help, --version and Context.exit, None otherwise.
-        sys.exit(command_line(prog_name="mambapool", standalone_mode=False))
+        sys.exit(command_line(prog_name=PROGRAM, complete_var=VARIABLE, standalone_mode=False))
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
@@ -56,5 +58,5 @@ def main() -> None:
         sys.exit(EXIT_FAILED)
 
 
-for _command in (serve, keeper, allocator, status, audit, evict_command, geometry, replay):
+for _command in (serve, keeper, allocator, status, audit, evict_command, geometry, replay, config, completion):
     command_line.add_command(_command)

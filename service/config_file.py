@@ -43,6 +43,31 @@ class FileSettings:
     pools: tuple[PoolConfig, ...]
 
 
+#: A pool's keys, with what holds for those that nobody names.
+POOL_DEFAULTS: dict[str, Any] = {
+    "pool": DEFAULT_POOL,
+    "slots": None,
+    "model": None,
+    "state": [],
+    "tp-size": 1,
+    "device": "cpu",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """Pools as keys and values. ``changed`` is the one that flags belong to, by its place."""
+
+    top: dict[str, Any]
+    pools: list[dict[str, Any]]
+    changed: int | None
+    from_file: tuple[frozenset[str], ...]
+
+    def in_file(self, number: int) -> frozenset[str]:
+        """The keys that the file has of that pool."""
+        return self.from_file[number] if number < len(self.from_file) else frozenset()
+
+
 def pool_config(name: str, slots: int, model: str | None, states: tuple[str, ...], tp_size: int) -> PoolConfig:
     """A pool as flags or a file describe it: by a model, by tensors, or by neither (allocator-only)."""
     if model and states:
@@ -69,12 +94,20 @@ def read_config_file(path: str, flags: Mapping[str, Any]) -> FileSettings:
 
     ``flags`` are the keys of a pool that were given by flag or environment, and win over the file's.
     """
+    entries = read_entries(path, flags)
+    pools = tuple(
+        _pool(entry, f"{path}, [[pool]] {number}") for number, entry in enumerate(entries.pools, start=1)
+    )
+    top = entries.top
+    return FileSettings(top.get("dir"), top.get("max-sessions"), top.get("max-waiters"), pools)
+
+
+def read_entries(path: str, flags: Mapping[str, Any]) -> Entries:
+    """What the file and the flags say together, not held against each other yet."""
     content = _read(path)
-    entries = _pool_entries(content, path)
-    _apply_flags(entries, flags, path)
-    pools = tuple(_pool(entry, f"{path}, [[pool]] {number}") for number, entry in enumerate(entries, start=1))
-    limits = content.get("max-sessions"), content.get("max-waiters")
-    return FileSettings(content.get("dir"), *limits, pools)
+    pools = _pool_entries(content, path)
+    from_file = tuple(frozenset(entry) for entry in content.pop("pool", []))
+    return Entries(content, pools, _apply_flags(pools, flags, path), from_file)
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -102,10 +135,10 @@ def _pool_entries(content: dict[str, Any], path: str) -> list[dict[str, Any]]:
     return entries
 
 
-def _apply_flags(entries: list[dict[str, Any]], flags: Mapping[str, Any], path: str) -> None:
-    """Change the pool that is meant, or add it if the flags say of how many slots."""
+def _apply_flags(entries: list[dict[str, Any]], flags: Mapping[str, Any], path: str) -> int | None:
+    """Change the pool that is meant, or add it if the flags say of how many slots; its place, if there is one."""
     if not flags.keys() - {"pool"}:
-        return
+        return None
     names = [entry["pool"] for entry in entries]
     name = flags.get("pool", names[0] if len(names) == 1 else DEFAULT_POOL)
     if name in names:
@@ -114,10 +147,13 @@ def _apply_flags(entries: list[dict[str, Any]], flags: Mapping[str, Any], path: 
             entry.pop("model", None)
             entry.pop("state", None)
         entry.update(flags)
-    elif "slots" in flags:
+        return names.index(name)
+    if "slots" in flags:
         entries.append({**flags, "pool": name})
-    elif flags.keys() & {"model", "state"}:
+        return len(entries) - 1
+    if flags.keys() & {"model", "state"}:
         raise ConfigError(f"--config {path} has no pool {name!r}: name one with --pool, or its --slots N")
+    return None
 
 
 def _pool(entry: dict[str, Any], where: str) -> PoolConfig:
@@ -141,3 +177,5 @@ def _check_keys(table: dict[str, Any], known: dict[str, type], where: str) -> No
             raise ConfigError(f"{where}: unknown key {key!r}; known here are {', '.join(known)}")
         if type(value) is not known[key]:
             raise ConfigError(f"{where}: {key} must be {_WORDS[known[key]]}, not {value!r}"[:300])
+        if value == "":
+            raise ConfigError(f"{where}: {key} is empty; leave it out, or say what it is")

@@ -70,6 +70,15 @@ def _state(pool: dict[str, Any]) -> str:
     return size if pool["shards"] == 1 else f"{pool['shards']} × {size}"
 
 
+def draw_settings(settings: Sequence[tuple[str | None, str, Any, str]]) -> None:
+    """(pool or None, setting, value, where it comes from)."""
+    table = plain_table("pool", "setting", "value", "from")
+    for pool, name, value, source in settings:
+        shown = " ".join(map(str, value)) if isinstance(value, list) else value
+        table.add_row(pool or "", name, "-" if shown in (None, "") else str(shown), source)
+    make_console().print(table)
+
+
 def draw_geometry(model_type: str, tp_size: int, geometry: Geometry, memory: int | None) -> None:
     """One rank's tensors per slot, and how many slots fit."""
     console = make_console()

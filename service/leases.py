@@ -94,3 +94,36 @@ def open_lease(directory: RuntimeDir, name: bytes) -> WatchedLock:
         lease.close()
         raise ProtocolError(f"nobody holds the lease {name.hex()}: take its lock before HELLO")
     return lease
+
+
+def left_over(directory: RuntimeDir) -> list[bytes]:
+    """The leases that nobody holds: of processes that died while no allocator ran, or before they said HELLO.
+
+    Or of one that is about to take its lock, which it does within microseconds: look twice before removing any.
+    """
+    return [name for name in map(_name, directory.leases.iterdir()) if name and not _is_held(directory, name)]
+
+
+def remove_left_over(directory: RuntimeDir, names: list[bytes]) -> None:
+    """Remove those that still nobody holds."""
+    for name in names:
+        if not _is_held(directory, name):
+            directory.lease(name).unlink(missing_ok=True)
+
+
+def _name(path: Path) -> bytes:
+    try:
+        return bytes.fromhex(path.name)
+    except ValueError:
+        return b""
+
+
+def _is_held(directory: RuntimeDir, name: bytes) -> bool:
+    """True also of what is no lease at all."""
+    try:
+        lease = WatchedLock(name, directory.lease(name))
+    except OSError:
+        return True
+    held = lease.is_held()
+    lease.close()
+    return held

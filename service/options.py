@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from mambapool.pool.errors import ConfigError
 
@@ -77,18 +78,32 @@ def option(*names: str, **attributes: Any) -> Callable[[F], F]:
     return click.option(*names, envvar=variable, show_envvar=True, **attributes)
 
 
-def _refuse_empty(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
-    """`--dir "$UNSET"` would mean the directory that one happens to be in."""
+def refuse_empty(_context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """`--dir "$UNSET"` would mean the directory that one happens to be in, `--model "$UNSET"` none at all."""
     if value == "":
-        raise click.BadParameter("the name of the directory is empty")
+        raise click.BadParameter(
+            f"the name of the {'directory' if parameter.name == 'directory' else 'file'} is empty"
+        )
     return value
+
+
+def file_completion(_context: click.Context, _parameter: click.Parameter, begun: str) -> list[CompletionItem]:
+    """The shell's own completion of files."""
+    return [CompletionItem(begun, type="file")]
+
+
+def _directory_completion(
+    _context: click.Context, _parameter: click.Parameter, begun: str
+) -> list[CompletionItem]:
+    return [CompletionItem(begun, type="dir")]
 
 
 dir_option = option(
     "--dir",
     "directory",
     metavar="DIR",
-    callback=_refuse_empty,
+    shell_complete=_directory_completion,
+    callback=refuse_empty,
     help="Runtime directory: sockets, locks, slot tables. Default: $XDG_RUNTIME_DIR/mambapool, else "
     "/run/mambapool if it can be written, else /tmp/mambapool-UID.",
 )
@@ -100,7 +115,13 @@ def pool_options(*, required_slots: bool, slots_help: str) -> Callable[[F], F]:
     decorators = (
         option("--pool", default="default", show_default=True, metavar="NAME", help="Name of the pool."),
         option("--slots", type=int, metavar="N", required=required_slots, help=slots_help),
-        option("--model", metavar="CONFIG.json", help="Compute the state from a model's config.json."),
+        option(
+            "--model",
+            metavar="CONFIG.json",
+            callback=refuse_empty,
+            shell_complete=file_completion,
+            help="Compute the state from a model's config.json.",
+        ),
         option(
             "--state",
             "states",

@@ -32,6 +32,7 @@ from mambapool.service.attach import MAX_CREATED_SLOTS
 from mambapool.service.build import build_registry, keeper_lock_name
 from mambapool.service.config import AllocatorConfig
 from mambapool.service.dispatcher import Dispatcher
+from mambapool.service.door import Door
 from mambapool.service.watcher import Watcher
 
 _log = logging.getLogger("mambapool.allocator")
@@ -49,18 +50,11 @@ _LAST = int(zmq.NOBLOCK)
 SEND_HIGH_WATER_MARK = 1000
 RECEIVE_HIGH_WATER_MARK = 1000
 
-#: libzmq ends the process when it has no descriptor left to accept a connection with (4.3.5, ipc_listener.cpp). So
-#: nobody new is let in while fewer than these are free, or a quarter of the limit: a session needs four, and 100
-#: connections may wait in the listener's backlog.
-SPARE_DESCRIPTORS = 128
-#: How often they are counted, and with every new session.
+#: How often descriptors are counted; also with every new session and every connection.
 COUNT_DESCRIPTORS_S = 0.1
 
 #: SIGTERM: what is queued is answered for at most this long.
 DRAIN_S = 0.5
-
-# Where the allocator's socket is while nobody shall find it.
-_HIDDEN = ".allocator.sock.full"
 
 # How the watcher's thread reaches the loop: the same socket, so that the loop waits for one thing only.
 _CONTROL_ENDPOINT = "inproc://control"
@@ -95,6 +89,7 @@ def run_allocator(config: AllocatorConfig, announce: Callable[[dict[str, Any]], 
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, server.on_signal)
         server.bind(directory)
+        watcher.watch_door(server.knocks, server.look_at_door)
         watcher.start()
         ready = {
             "pid": os.getpid(),
@@ -121,14 +116,15 @@ class Server:
     """Moves messages between the ROUTER socket and the dispatcher."""
 
     dispatcher: Dispatcher
+    #: Readable while somebody connects.
+    knocks: int
 
     def __init__(self, parent_pid: int | None) -> None:
         self.messages = 0
         self.replies_dropped = 0
         self._parent_pid = parent_pid
-        self._bound: Path | None = None
+        self._bound = False
         self._stopping = False
-        self._is_full = False
         self._count_descriptors_at = 0.0
         self._sessions = 0
         self._context = zmq.Context()
@@ -151,26 +147,30 @@ class Server:
         """From the watcher's thread, and from no other: a lock that it watches was released."""
         self._control.send(protocol.pack((lock_name, how)))
 
+    def look_at_door(self) -> None:
+        """From the watcher's thread: somebody is at it."""
+        self._door.look()
+
     def on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self._stopping = True
 
     def bind(self, directory: RuntimeDir) -> None:
         """Take the directory's socket; a dead daemon's is replaced, anything else in its place refused."""
-        self._directory = directory
         path = directory.allocator_socket
         check_socket_path(path)
         remove_stale_socket(path)
         # libzmq cuts off whoever sends more than any pool here could need; less is looked at per message.
         largest = max(self.dispatcher.registry.max_body_bytes, protocol.max_body_bytes(MAX_CREATED_SLOTS))
         self._socket.maxmsgsize = largest
-        before = os.umask(0o077)
+        self._door = Door(directory)
+        listener = self._door.listen()
+        self.knocks = os.dup(listener.fileno())
+        self._bound = True
+        self._socket.use_fd = listener.detach()  # libzmq's from now on
         try:
             self._socket.bind(directory.endpoint)
         except zmq.ZMQError as error:
             raise RuntimeDirError(f"cannot bind {path}: {error}") from error
-        finally:
-            os.umask(before)
-        self._bound = path
 
     def run(self) -> None:
         """Answer until told to stop, then what is still queued."""
@@ -198,8 +198,9 @@ class Server:
         self._control.close(linger=0)
         self._socket.close(linger=100)
         self._context.term()
-        if self._bound is not None:  # else what lies there is somebody else's
-            self._bound.unlink(missing_ok=True)
+        if self._bound:  # else what lies there is somebody else's
+            self._door.remove()
+            os.close(self.knocks)
 
     def _serve_one(self) -> bool:
         """Receive and answer one message; False when none came within RCVTIMEO."""
@@ -226,24 +227,9 @@ class Server:
         return True
 
     def _look_at_descriptors(self) -> None:
-        """Let nobody new in while descriptors are scarce: those who are here need theirs.
-
-        The socket's file is moved out of the way meanwhile: to unbind would cut off who is connected.
-        """
         self._sessions = len(self.dispatcher.registry.sessions)
         self._count_descriptors_at = time.monotonic() + COUNT_DESCRIPTORS_S
-        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        spare = min(SPARE_DESCRIPTORS, most // 4)
-        free = most - _open_descriptors()
-        open_door, hidden = self._directory.allocator_socket, self._directory.path / _HIDDEN
-        if not self._is_full and free < spare:
-            _log.error("%d file descriptors are left: no new connections; raise the limit (ulimit -n)", free)
-            open_door.rename(hidden)
-            self._is_full = True
-        elif self._is_full and free >= spare + spare // 4:
-            _log.info("%d file descriptors are left: new connections again", free)
-            hidden.rename(open_door)
-            self._is_full = False
+        self._door.look()
 
     def _lock_released(self, name: bytes, how: str) -> None:
         """What a death means: a client's slots come back, a keeper's pool is lost."""
@@ -278,10 +264,6 @@ class Server:
                 raise
             # The client is gone, or does not read. Nothing is undone: it asks again, or its lease ends.
             self.replies_dropped += 1
-
-
-def _open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def _peer_address(frame: zmq.Frame) -> str | None:

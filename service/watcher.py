@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import select
 import socket
 import stat
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 
 from mambapool.pool.errors import RuntimeDirError
 from mambapool.pool.runtime_dir import RuntimeDir, check_socket_path
-from mambapool.service.leases import Lock, WatchedLock, open_lease
+from mambapool.service.leases import Lock, WatchedLock, left_over, open_lease, remove_left_over
 
 _log = logging.getLogger("mambapool.allocator")
 
@@ -36,8 +37,8 @@ SWEEP_S = 1.0
 _AFTER_HINT_S = 0.001
 #: … and for how long, before it is left to the sweep: a process of 2 GB takes 300 ms to end.
 _HINT_LASTS_S = 2.0
-#: Connections that have not said a lease that is known.
-_MAX_CONNECTIONS = 4096
+#: Descriptors of connections and their processes, two each: of more clients the sweep has to do.
+_MOST_WATCHED = 8192
 
 Notify = Callable[[bytes, str], None]
 
@@ -74,6 +75,10 @@ class Watcher:
         self._epoll = select.epoll()
         self._epoll.register(self._listener.fileno(), select.EPOLLIN)
         self._epoll.register(self._wake.fileno(), select.EPOLLIN)
+        #: Until the first sweep, which looks at them again.
+        self._left_over = left_over(directory)
+        self._door = -1
+        self._on_knock: Callable[[], None] = lambda: None
         self._ending = False
         self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
 
@@ -95,6 +100,12 @@ class Watcher:
             pidfd = os.pidfd_open(pid)
             self._processes[pidfd] = lock.name
             self._epoll.register(pidfd, select.EPOLLIN)
+
+    def watch_door(self, listener: int, on_knock: Callable[[], None]) -> None:
+        """Call ``on_knock`` from the watcher's thread when somebody connects to ``listener``; before :meth:`start`."""
+        self._door, self._on_knock = listener, on_knock
+        # At the edge: somebody else accepts them.
+        self._epoll.register(listener, select.EPOLLIN | select.EPOLLET)
 
     def forget(self, lease: Lock, *, dead: bool) -> None:
         """From the loop's thread: its session is gone. The file of a dead one is removed, too."""
@@ -126,6 +137,8 @@ class Watcher:
         while not self._ending:
             wait = _AFTER_HINT_S if self._hinted else max(next_sweep - time.monotonic(), 0)
             ready = [fd for fd, _events in self._epoll.poll(wait, 64)]
+            if self._door in ready:
+                self._on_knock()
             for fd in ready:
                 if fd in self._by_fd:
                     self._look_at(self._by_fd[fd], fd)
@@ -148,7 +161,7 @@ class Watcher:
             time.sleep(0.05)  # out of descriptors: do not spin
             return
         client.setblocking(False)
-        if _peer_uid(client) not in (os.geteuid(), 0) or len(self._by_fd) > 2 * _MAX_CONNECTIONS:
+        if _peer_uid(client) not in (os.geteuid(), 0) or len(self._by_fd) > _most_watched():
             client.close()
             return
         connection = _Connection(client, _peer_pidfd(client))
@@ -203,6 +216,8 @@ class Watcher:
                     del self._hinted[lease.name]
 
     def _sweep(self) -> None:
+        remove_left_over(self._directory, self._left_over)
+        self._left_over = []
         with self._lock:
             for lease in list(self._leases.values()):
                 if not lease.is_held():
@@ -211,6 +226,12 @@ class Watcher:
     def _tell(self, lease: WatchedLock, how: str) -> None:
         self._hinted.pop(lease.name, None)
         self._notify(lease.name, how)
+
+
+def _most_watched() -> int:
+    """Half of what there may be: the others are for sockets and leases, without which nobody is served."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return min(_MOST_WATCHED, most // 2)
 
 
 def _listen(directory: RuntimeDir) -> socket.socket:

@@ -30,7 +30,8 @@ class Job:
 
     def to_line(self) -> bytes:
         options = dataclasses.asdict(self.options)
-        paths = {key: str(value) for key, value in options.items() if isinstance(value, Path)}
+        paths: dict[str, Any] = {key: str(value) for key, value in options.items() if isinstance(value, Path)}
+        paths["more_traces"] = [str(path) for path in self.options.more_traces]
         fields = {"scheduler": self.scheduler, "rank": self.rank, "group": self.group}
         return _line({**fields, "options": {**options, **paths}})
 
@@ -38,7 +39,8 @@ class Job:
     def from_line(cls, line: bytes) -> Job:
         fields = json.loads(line)
         options = fields["options"]
-        read = ReplayOptions(**{**options, "trace": Path(options["trace"])})
+        paths = {"trace": Path(options["trace"]), "more_traces": tuple(map(Path, options["more_traces"]))}
+        read = ReplayOptions(**{**options, **paths})
         return cls(fields["scheduler"], read, fields["rank"], fields["group"])
 
 

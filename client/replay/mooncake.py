@@ -7,7 +7,6 @@ from the start, lengths are in tokens, ``hash_ids`` holds one id per block of 51
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 from mambapool.client.replay.request import Request
@@ -44,7 +43,7 @@ def _field(fields: dict[str, Any], key: str) -> Any:
 
 def _milliseconds(fields: dict[str, Any], key: str) -> float:
     value = _field(fields, key)
-    if type(value) not in (int, float) or not math.isfinite(value) or not 0 <= value <= _MOST_MS:
+    if type(value) not in (int, float) or not 0 <= value <= _MOST_MS:  # NaN is not, either
         raise ValueError(f"{key} is {_shown(value)}: expected milliseconds from 0 to {_MOST_MS}")
     return float(value)
 

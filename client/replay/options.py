@@ -9,6 +9,13 @@ from pathlib import Path
 
 from mambapool.client.replay.routing import ROUTES
 from mambapool.pool.errors import ConfigError
+from mambapool.pool.layout import MAX_SLOTS
+
+#: Each is a process that imports torch.
+MOST_SCHEDULERS = 256
+
+#: A request's number has 32 bits (:mod:`~mambapool.client.replay.recurrence`).
+_MOST_REQUESTS = 2**32 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +27,7 @@ class ReplayOptions:
     None for as fast as the machine can. ``limit``: the first requests of the trace only. ``timeout``, in
     seconds, bounds every wait for an answer. ``tp_size``: each scheduler is a group of so many ranks, a process and
     a shard each. ``guarantee``: slots that are granted to each scheduler whole; 0: all share the pool.
+    ``more_traces``: with ``trace`` one for each scheduler, each up to its ``limit``.
     """
 
     trace: Path
@@ -35,29 +43,38 @@ class ReplayOptions:
     device: str = "cpu"
     tp_size: int = 1
     guarantee: int = 0
+    more_traces: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_at_least("schedulers", self.schedulers, 1)
-        _check_at_least("track", self.track, 0)
-        _check_at_least("tp-size", self.tp_size, 1)
-        _check_at_least("guarantee", self.guarantee, 0)
+        _check_between("schedulers", self.schedulers, 1, MOST_SCHEDULERS)
+        _check_between("track", self.track, 0, MAX_SLOTS)
+        _check_between("tp-size", self.tp_size, 1, MOST_SCHEDULERS)
+        _check_between("guarantee", self.guarantee, 0, MAX_SLOTS)
         if self.limit is not None:
-            _check_at_least("limit", self.limit, 1)
+            _check_between("limit", self.limit, 1, _MOST_REQUESTS)
         _check_positive("step-ms", self.step_ms)
         _check_positive("timeout", self.timeout)
         if self.speed is not None:
             _check_positive("speed", self.speed)
+        if self.more_traces and self.schedulers != len(self.traces):
+            raise ConfigError(
+                f"--schedulers {self.schedulers}: of {len(self.traces)} traces each has one scheduler; leave it out"
+            )
         if self.route not in ROUTES:
             raise ConfigError(f"--route {self.route!r} is not one of {', '.join(ROUTES)}")
+
+    @property
+    def traces(self) -> tuple[Path, ...]:
+        return (self.trace, *self.more_traces)
 
     @property
     def slots_per_request(self) -> int:
         return 1 + self.track
 
 
-def _check_at_least(flag: str, value: int, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise ConfigError(f"--{flag} {value!r}: expected a whole number of at least {least}")
+def _check_between(flag: str, value: int, least: int, most: int) -> None:
+    if type(value) is not int or not least <= value <= most:
+        raise ConfigError(f"--{flag} {value!r}: expected a whole number from {least} to {most}")
 
 
 def _check_positive(flag: str, value: float) -> None:

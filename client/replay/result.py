@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mambapool.client.replay.usage import HeldTimeline
@@ -14,7 +14,8 @@ class SchedulerResult:
     """What one scheduler found out.
 
     ``mismatches`` counts requests with a slot that was not what it must be, and refused calls; ``findings``
-    are the first lines about them. ``alloc_us`` has one entry per call for slots that sent a message.
+    are the first lines about them. ``alloc_us`` has one entry per call for slots that sent a message. ``waiting``
+    counts the requests that have arrived and wait for slots, over time.
     """
 
     finished: int
@@ -25,13 +26,13 @@ class SchedulerResult:
     waits: int
     alloc_us: list[float]
     held: HeldTimeline
+    waiting: HeldTimeline = field(default_factory=HeldTimeline)
 
     def to_json(self) -> dict[str, Any]:
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {**fields, "held": [self.held.changes, self.held.end_ms]}
+        fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        return {**fields, "held": self.held.to_json(), "waiting": self.waiting.to_json()}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> SchedulerResult:
-        changes, end_ms = value["held"]
-        held = HeldTimeline([(clock_ms, slots) for clock_ms, slots in changes], end_ms)
-        return cls(**{**value, "held": held})
+        timelines = {name: HeldTimeline.from_json(value[name]) for name in ("held", "waiting")}
+        return cls(**{**value, **timelines})

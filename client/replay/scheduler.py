@@ -35,6 +35,7 @@ class Scheduler:
         self._calls = SlotCalls(worker, self._findings)
         self._batch = Batch(worker, self._findings)
         self._held = HeldTimeline()
+        self._waiting = HeldTimeline()
         self._messages_before = worker.messages
         self._clock_ms = 0.0
         # Service is in order, so the waiting requests are always those from _admitted up to _arrived.
@@ -65,6 +66,7 @@ class Scheduler:
         self._receive()
         self._batch.start(self._admit())
         self._count_waits()
+        self._waiting.record(self._clock_ms, self._arrived - self._admitted)
         runs = len(self._batch) > 0
         if runs:
             self._record_held()
@@ -88,6 +90,7 @@ class Scheduler:
             waits=self._waits,
             alloc_us=alloc_us,
             held=self._held,
+            waiting=self._waiting,
         )
 
     def _receive(self) -> None:

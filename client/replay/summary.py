@@ -77,7 +77,7 @@ class ReplaySummary:
             Row("waits", f"{self.waits:,}", "requests that waited at least one step for a slot"),
             Row("alloc p50", _microseconds(self.alloc_p50_us), "of calls for slots that cost a message"),
             Row("alloc p99", _microseconds(self.alloc_p99_us), ""),
-            Row("peak held", f"{self.peak_held:,}", f"of {self.slots:,} slots, all schedulers together"),
+            Row("peak held", f"{self.peak_held:,}", self._peak_note()),
             Row("mean held", f"{self.mean_held:.1f}", "over the time of the trace"),
             Row("partitioned need", f"{self.partitioned_need:,}", self._partition_note()),
             Row("partitioned sum", f"{self.partitioned_sum:,}", self._partition_sum_note()),
@@ -96,6 +96,11 @@ class ReplaySummary:
         if self.mismatches:
             return "states that somebody else wrote to, or frees that were refused"
         return "every state and track slot held what its request had put there"
+
+    def _peak_note(self) -> str:
+        note = f"of {self.slots:,} slots, all schedulers together"
+        # Each has a clock of its own, which goes on while it waits.
+        return note + "; their clocks are not in step where they wait" if self.waits else note
 
     def _partition_note(self) -> str:
         if self.waits:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 
 @dataclass(slots=True)
@@ -26,6 +27,14 @@ class HeldTimeline:
         if held != (self.changes[-1][1] if self.changes else 0):
             self.changes.append((clock_ms, held))
         self.end_ms = clock_ms
+
+    def to_json(self) -> list[Any]:
+        return [self.changes, self.end_ms]
+
+    @classmethod
+    def from_json(cls, value: list[Any]) -> Self:
+        changes, end_ms = value
+        return cls([(clock_ms, held) for clock_ms, held in changes], end_ms)
 
     @property
     def peak(self) -> int:

@@ -19,12 +19,11 @@ from typing import BinaryIO
 import torch
 
 from mambapool.client import connect
-from mambapool.client.replay import trace
 from mambapool.client.replay.messages import Failed, Go, Job, Loaded, Progress, Ready, Report, report_line
 from mambapool.client.replay.pace import Pace
 from mambapool.client.replay.result import SchedulerResult
-from mambapool.client.replay.routing import share
 from mambapool.client.replay.scheduler import Scheduler
+from mambapool.client.replay.shares import requests_of
 from mambapool.pool.errors import MambaPoolError
 
 #: Seconds between two reports of progress.
@@ -93,7 +92,7 @@ def _take_stdout() -> BinaryIO:
 def _run(job: Job, reporter: _Reporter) -> SchedulerResult:
     options = job.options
     torch.set_num_threads(1)
-    requests = share(trace.load(options.trace, options.limit), job.scheduler, options.schedulers, options.route)
+    requests = requests_of(options, job.scheduler)
     if job.group is not None:
         reporter.send(Loaded())
         _next_go()

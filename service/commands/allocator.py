@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import click
 
+from mambapool.pool.exits import EXIT_ALREADY_RUNNING, EXIT_DONE, EXIT_FAILED, EXIT_USAGE
 from mambapool.pool.runtime_dir import RuntimeDir
 from mambapool.service.commands.common import configure_logging
+from mambapool.service.commands.manual import Command
 from mambapool.service.config import AllocatorConfig, PoolConfig
 from mambapool.service.options import dir_option, option
 
 
-@click.command(short_help="Run the allocator alone, until SIGTERM.")
+@click.command(
+    cls=Command,
+    short_help="Run the allocator alone, until SIGTERM.",
+    examples=[
+        ("mambapool allocator", "beside keepers that run, or alone for pools that clients make"),
+        ("mambapool allocator --slots 256", "with an allocator-only pool"),
+    ],
+    exits=[EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_ALREADY_RUNNING],
+)
 @option(
     "--pool", default="default", show_default=True, metavar="NAME", help="Name of the pool that --slots makes."
 )

@@ -7,12 +7,26 @@ import sys
 
 import click
 
-from mambapool.pool.exits import EXIT_FAILED
+from mambapool.pool.exits import EXIT_DONE, EXIT_FAILED, EXIT_NOT_REACHABLE, EXIT_USAGE
 from mambapool.service.commands.common import running_daemon
+from mambapool.service.commands.manual import Command
 from mambapool.service.options import DURATION, dir_option, json_option, option
 
 
-@click.command(short_help="Check every slot of a running daemon; list who holds what for how long.")
+@click.command(
+    cls=Command,
+    short_help="Check every slot of a running daemon; list who holds what for how long.",
+    examples=[
+        ("mambapool audit", "every slot, and who holds what"),
+        ("mambapool audit --older-than 10m", "what may have leaked"),
+    ],
+    exits={
+        EXIT_DONE: "every slot is in exactly one state",
+        EXIT_FAILED: "something is wrong: the slots are named",
+        EXIT_USAGE: "a flag or a variable that cannot be used",
+        EXIT_NOT_REACHABLE: "no daemon is ready there, or it does not answer",
+    },
+)
 @dir_option
 @json_option
 @option("--older-than", type=DURATION, default="0s", metavar="T", help="List only what is held for longer.")

@@ -6,11 +6,24 @@ import json
 
 import click
 
+from mambapool.pool.exits import EXIT_DONE, EXIT_FAILED, EXIT_NOT_REACHABLE, EXIT_USAGE
 from mambapool.service.commands.common import running_daemon
+from mambapool.service.commands.manual import Command
 from mambapool.service.options import DURATION, dir_option, json_option, option
 
 
-@click.command(name="evict", short_help="End a session and free its slots.")
+@click.command(
+    cls=Command,
+    name="evict",
+    short_help="End a session and free its slots.",
+    examples=[("mambapool evict 3", "its number is in `mambapool status`")],
+    exits={
+        EXIT_DONE: "evicted",
+        EXIT_FAILED: "refused: its process is alive, or there is no such session",
+        EXIT_USAGE: "a flag or a variable that cannot be used",
+        EXIT_NOT_REACHABLE: "no daemon is ready there, or it does not answer",
+    },
+)
 @click.argument("holder", type=int)
 @click.option("--force", is_flag=True, help="Evict it although its process lives and may still write.")
 @dir_option

@@ -6,11 +6,27 @@ import json
 
 import click
 
-from mambapool.service.options import SIZE, json_option, option
+from mambapool.pool.exits import EXIT_DONE, EXIT_USAGE
+from mambapool.service.commands.manual import Command
+from mambapool.service.options import SIZE, file_completion, json_option, option
 
 
-@click.command(short_help="Show the state of a model, and how many slots fit.")
-@option("--model", required=True, metavar="CONFIG.json", help="A model's config.json, or its folder.")
+@click.command(
+    cls=Command,
+    short_help="Show the state of a model, and how many slots fit.",
+    examples=[
+        ("mambapool geometry --model Qwen3-Next-80B-A3B", "one rank's tensors, and bytes per slot"),
+        ("mambapool geometry --model config.json --tp-size 4 --memory 20GiB", "how many slots fit into 20 GiB"),
+    ],
+    exits=[EXIT_DONE, EXIT_USAGE],
+)
+@option(
+    "--model",
+    required=True,
+    metavar="CONFIG.json",
+    shell_complete=file_completion,
+    help="A model's config.json, or its folder.",
+)
 @option("--tp-size", type=click.IntRange(min=1), default=1, show_default=True, metavar="T", help="Ranks.")
 @option("--memory", type=SIZE, metavar="SIZE", help="Say how many slots fit, for example 20GiB.")
 @json_option

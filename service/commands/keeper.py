@@ -5,12 +5,24 @@ from __future__ import annotations
 import click
 
 from mambapool.pool.errors import ConfigError
+from mambapool.pool.exits import EXIT_ALREADY_RUNNING, EXIT_DONE, EXIT_FAILED, EXIT_USAGE
 from mambapool.pool.runtime_dir import RuntimeDir
 from mambapool.service.commands.common import configure_logging, one_pool
+from mambapool.service.commands.manual import Command
 from mambapool.service.options import dir_option, option, pool_options
 
 
-@click.command(short_help="Keep one shard's memory alone, until SIGTERM.")
+@click.command(
+    cls=Command,
+    short_help="Keep one shard's memory alone, until SIGTERM.",
+    examples=[
+        (
+            "mambapool keeper --slots 256 --model config.json --tp-size 4 --rank 2",
+            "the third of four shards; start one for each rank, then the allocator",
+        )
+    ],
+    exits=[EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_ALREADY_RUNNING],
+)
 @pool_options(required_slots=True, slots_help="Usable slots; ids are 1..N, row 0 is added.")
 @option("--rank", type=click.IntRange(min=0), default=0, show_default=True, metavar="R", help="Whose shard.")
 @dir_option

@@ -10,31 +10,56 @@ from typing import Any
 import click
 
 from mambapool.pool.errors import ConfigError
-from mambapool.pool.exits import EXIT_FAILED
+from mambapool.pool.exits import EXIT_DONE, EXIT_FAILED, EXIT_NOT_REACHABLE, EXIT_USAGE
 from mambapool.pool.runtime_dir import RuntimeDir
 from mambapool.service.commands.common import running_daemon
+from mambapool.service.commands.manual import Command
 from mambapool.service.options import DURATION, dir_option, json_option, option
 
 
-@click.command(short_help="Run schedulers over a request trace, check every state.")
-@click.argument("trace", type=click.Path(path_type=Path))
+@click.command(
+    cls=Command,
+    short_help="Run schedulers over a request trace, check every state.",
+    examples=[
+        (
+            "mambapool replay bench/traces/mooncake_conversation_trace.jsonl.gz --limit 2000",
+            "four schedulers, one pool",
+        ),
+        ("mambapool replay chat.csv code.jsonl --plot occupancy.png", "a scheduler for each trace, and a picture"),
+    ],
+    exits={
+        EXIT_DONE: "every request was served, and found in its slots what it had put there",
+        EXIT_FAILED: "a state was not its own, a request was not finished, or a scheduler died",
+        EXIT_USAGE: "a flag, a variable or a trace that cannot be used",
+        EXIT_NOT_REACHABLE: "no daemon is ready there, or it does not answer",
+    },
+)
+@click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @dir_option
 @option("--pool", default="default", show_default=True, metavar="NAME", help="Pool to replay on.")
-@option("--schedulers", type=int, default=4, show_default=True, metavar="M", help="Scheduler processes.")
+@option(
+    "--schedulers", type=int, metavar="M", help="Scheduler processes.  [default: 4; of several traces, each one]"
+)
 @option("--track", type=int, default=2, show_default=True, metavar="K", help="Further slots per request.")
 @option("--step-ms", type=float, default=30.0, show_default=True, metavar="MS", help="Length of a step.")
 @option("--speed", type=float, metavar="S", help="Hold to S × real time; default: as fast as it can.")
 @option("--route", default="rr", show_default=True, metavar="HOW", help="rr: in turn; prefix: by first blocks.")
-@option("--limit", type=int, metavar="N", help="Only the first N requests.")
+@option("--limit", type=int, metavar="N", help="Only the first N requests, of each trace.")
 @option("--tp-size", type=int, default=1, show_default=True, metavar="T", help="Ranks of each scheduler.")
 @option("--guarantee", type=int, default=0, show_default=True, metavar="G", help="Slots granted to each whole.")
+@option(
+    "--plot",
+    type=click.Path(path_type=Path),
+    metavar="FILE.png",
+    help="Draw who held how many slots when, and who waited; also .svg, .pdf. Needs mambapool[plot].",
+)
 @option("--timeout", type=DURATION, default="5s", show_default=True, metavar="T", help="Wait for an answer.")
 @json_option
 def replay(
-    trace: Path,
+    traces: tuple[Path, ...],
     directory: str | None,
     pool: str,
-    schedulers: int,
+    schedulers: int | None,
     track: int,
     step_ms: float,
     speed: float | None,
@@ -42,23 +67,25 @@ def replay(
     limit: int | None,
     tp_size: int,
     guarantee: int,
+    plot: Path | None,
     timeout: float,
     as_json: bool,
 ) -> None:
     """Run schedulers over a public request trace, each step as an engine does it, and check every state.
 
-    TRACE is a Mooncake JSONL file, plain or .gz. Needs a running daemon whose pool has states. Exit
-    status 1 when a request found a state that is not its own, or was not finished.
+    TRACE is a Mooncake JSONL file or an Azure CSV file, plain or .gz. Of one trace all schedulers serve a share; of
+    several each has its own. Needs a running daemon whose pool has states, and torch.
     """
     from mambapool.client.replay.command import run_replay
     from mambapool.client.replay.options import ReplayOptions
     from mambapool.service.drawing import draw_summary, progress_bar
 
     options = ReplayOptions(
-        trace=trace,
+        trace=traces[0],
+        more_traces=traces[1:],
         dir=running_daemon(directory).path,
         pool=pool,
-        schedulers=schedulers,
+        schedulers=schedulers if schedulers is not None else _schedulers_for(traces),
         track=track,
         step_ms=step_ms,
         speed=speed,
@@ -68,15 +95,23 @@ def replay(
         tp_size=tp_size,
         guarantee=guarantee,
     )
+    if plot is not None:
+        from mambapool.client.replay.plot import check_plot
+
+        check_plot(plot)
     _check_states(options.dir, pool, timeout, tp_size)
     with progress_bar("requests") as progress:
-        summary = run_replay(options, progress)
+        summary = run_replay(options, progress, plot)
     if as_json:
         click.echo(json.dumps(summary.to_json()))
     else:
         draw_summary(summary)
     if not summary.ok:
         sys.exit(EXIT_FAILED)
+
+
+def _schedulers_for(traces: tuple[Path, ...]) -> int:
+    return len(traces) if len(traces) > 1 else 4
 
 
 def _check_states(directory: Any, pool: str, timeout: float, tp_size: int) -> None:

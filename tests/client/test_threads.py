@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -169,3 +171,34 @@ def test_two_clients_of_one_process_are_two_holders(fresh_pool: FreshPoolFactory
     assert pool.held_by(second) == {5, 6, 7, 8}
     second.allocator.free(slots)
     assert second.allocator.available_size() == 16
+
+
+def test_signal_handlers_that_run_all_the_time_disturb_no_call(fresh_pool: FreshPoolFactory) -> None:
+    """Handlers run in the main thread, in the middle of its calls, whose system calls they interrupt."""
+    pool = fresh_pool(64)
+    allocator = pool.allocator()
+    rows, handled, done = [0] * 65, [0], threading.Event()
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        handled[0] += 1
+
+    def send_signals() -> None:
+        while not done.wait(0.001):
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    others = [threading.Thread(target=StampingThread(allocator, rows, number)) for number in (1, 2, 3)]
+    sender = threading.Thread(target=send_signals)
+    try:
+        for thread in (sender, *others):
+            thread.start()
+        StampingThread(allocator, rows, 9)()
+        for thread in others:
+            thread.join()
+    finally:
+        done.set()
+        sender.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert handled[0] > 20
+    assert rows == [0] * 65
+    assert sorted(drain(allocator)) == list(range(1, 65))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -19,6 +20,8 @@ from mambapool.client.replay.options import ReplayOptions
 from mambapool.pool.errors import AllocatorUnavailable, ConfigError
 
 TRACE = Path(__file__).parents[2] / "bench/traces/mooncake_conversation_trace.jsonl.gz"
+
+AZURE = TRACE.with_name("azure_llm_2023_conv_first_2000.csv")
 
 DaemonFactory = Callable[..., Daemon]
 
@@ -61,6 +64,15 @@ def test_schedulers_share_a_pool_over_the_shipped_trace(daemon_with_states: Daem
     assert seen == sorted(seen)
     pool = daemon_with_states.pool()
     assert (pool["free"], pool["holders"]) == (300, [])
+
+
+def test_several_traces_have_a_scheduler_each(daemon_with_states: Daemon, tmp_path: Path) -> None:
+    options = options_for(daemon_with_states, trace=AZURE, more_traces=(TRACE,), limit=25)
+    picture = tmp_path / "picture.png" if importlib.util.find_spec("matplotlib") else None
+    summary = run_replay(options, unwatched, picture)
+    assert summary.ok
+    assert (summary.requests, summary.finished, summary.schedulers) == (50, 50, 2)
+    assert picture is None or picture.stat().st_size > 10_000
 
 
 def test_a_pool_that_is_too_small_for_all_makes_requests_wait_and_serves_them(

@@ -217,6 +217,12 @@ def test_a_directory_with_too_long_a_path_is_refused_before_it_is_made(runtime_d
 # Ready.
 
 
+def test_a_directory_with_a_nul_in_its_name_is_refused() -> None:
+    """No shell can say that, a TOML file can."""
+    with pytest.raises(RuntimeDirError, match="has a NUL in it"):
+        RuntimeDir.for_server("/tmp/a\0b")
+
+
 def test_what_ready_says_is_read_back(directory: RuntimeDir) -> None:
     content = {"pid": 4242, "epoch": 2**48 - 1, "endpoint": directory.endpoint, "pools": ["a", "b"]}
     directory.write_ready(content)

@@ -21,8 +21,11 @@ COMMANDS = {
     "keeper": {"--pool", "--slots", "--model", "--state", "--tp-size", "--device", "--rank", "--dir"},
     "allocator": {"--pool", "--slots", "--dir"},
     "status": {"--dir", "--json"},
+    "audit": {"--older-than", "--dir", "--json"},
     "geometry": {"--model", "--tp-size", "--memory", "--json"},
-    "replay": {"TRACE", "--schedulers", "--route", "--track", "--step-ms", "--speed", "--dir", "--json"},
+    "replay": {"TRACE", "--schedulers", "--route", "--track", "--step-ms", "--speed", "--plot", "--dir", "--json"},
+    "config show": {"--pool", "--slots", "--config", "--max-waiters", "--dir", "--json"},
+    "completion": set[str](),
 }
 
 #: Runs each of several command lines, given as JSON, in one process in which some modules cannot be had.
@@ -51,14 +54,14 @@ def test_help_names_every_command_in_one_whole_line() -> None:
     result = CliRunner().invoke(command_line, ["--help"])
     assert result.exit_code == 0
     described = {line.split()[0]: line for line in result.output.splitlines() if line.startswith("  ")}
-    for name in COMMANDS:
+    for name in {command.split()[0] for command in COMMANDS}:
         assert described[name].endswith("."), described[name]
         assert not described[name].endswith("..."), described[name]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_of_a_command_names_its_flags_and_their_variables(name: str) -> None:
-    result = CliRunner().invoke(command_line, [name, "--help"])
+    result = CliRunner().invoke(command_line, [*name.split(), "--help"])
     assert result.exit_code == 0
     text = " ".join(result.output.split())
     missing = {flag for flag in COMMANDS[name] if flag not in text}
@@ -67,11 +70,51 @@ def test_the_help_of_a_command_names_its_flags_and_their_variables(name: str) ->
         assert f"MAMBAPOOL_{flag[2:].replace('-', '_').upper()}" in text
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_is_its_manual_page(name: str) -> None:
+    """What it does, examples that are command lines of it, every exit status, the environment."""
+    output = CliRunner().invoke(command_line, [*name.split(), "--help"], terminal_width=80).output
+    for title in ("Examples:", "Exit status:", "Environment:"):
+        assert f"\n{title}\n" in output, title
+    page = output.partition("\nExamples:\n")[2]
+    examples, _, rest = page.partition("\nExit status:\n")
+    exits, _, environment = rest.partition("\nEnvironment:\n")
+    lines = [line.strip() for line in examples.splitlines() if line.startswith("    ")]
+    assert lines
+    assert all(f"mambapool {name}" in line for line in lines)
+    statuses = {int(line.split()[0]) for line in exits.splitlines() if line.strip() and line[2] != " "}
+    assert {0, 2} <= statuses <= {0, 1, 2, 3, 4}
+    assert "MAMBAPOOL_" in environment
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_commands_flags_and_files(shell: str) -> None:
+    script = mambapool("completion", shell)
+    assert (script.returncode, script.stderr) == (0, "")
+    assert "_MAMBAPOOL_COMPLETE" in script.stdout
+
+    def complete(words: str) -> str:
+        # What the script asks; fish says which word is not finished, the others how many words there are.
+        word = words.split(" ")[-1] if shell == "fish" else str(words.count(" "))
+        asked = {"COMP_WORDS": words, "COMP_CWORD": word, "_MAMBAPOOL_COMPLETE": f"{shell}_complete"}
+        answer = CliRunner().invoke(
+            command_line, [], prog_name="mambapool", complete_var="_MAMBAPOOL_COMPLETE", env=asked
+        )
+        return answer.output
+
+    assert "status" in complete("mambapool st")
+    assert "--slots" in complete("mambapool serve --sl")
+    assert "file" in complete("mambapool serve --config po")
+    assert "dir" in complete("mambapool status --dir /ru")
+    assert "show" in complete("mambapool config s")
+
+
 def test_the_command_lines_in_the_help_of_serve_can_be_copied() -> None:
     output = CliRunner().invoke(command_line, ["serve", "--help"]).output
     examples = [line.strip() for line in output.splitlines() if line.strip().startswith("mambapool serve")]
-    assert len(examples) == 2
-    assert all(example.startswith("mambapool serve --slots ") for example in examples)
+    assert len(examples) == 3
+    assert examples[-1] == "mambapool serve --config pools.toml"
+    assert all(example.startswith("mambapool serve --slots ") for example in examples[:-1])
 
 
 def test_the_version_is_the_packages() -> None:

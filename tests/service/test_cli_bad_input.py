@@ -69,7 +69,7 @@ BAD = [
     ("geometry", USAGE, "Missing option '--model'"),
     ("geometry --model {}/qwen.json --memory 20Gib", USAGE, "'20Gib' is not a size"),
     ("geometry --model {}/qwen.json --tp-size 3", USAGE, "linear_num_value_heads 32"),
-    ("replay", USAGE, "Missing argument 'TRACE'"),
+    ("replay", USAGE, "Missing argument 'TRACE...'"),
     ("replay {}/trace.jsonl", NOT_REACHABLE, "no daemon is ready in {}/run"),
     # Places.
     (

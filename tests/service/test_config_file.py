@@ -98,6 +98,8 @@ def test_the_path_of_a_model_is_relative_to_the_file(read: Read, tmp_path: Path)
         ('[[pool]]\nslots = 3\npool = "A"', "pool name 'A'"),
         ('[[pool]]\nslots = 3\ndevice = "cuda"', "--device cuda"),
         ('[[pool]]\nslots = 3\ndevice = "tpu"', "device 'tpu'"),
+        ("dir = ''", "dir is empty"),
+        ("[[pool]]\nslots = 3\nmodel = ''", "model is empty"),
         ("max-sessions = 'many'", "max-sessions must be a whole number, not 'many'"),
         ("max-waiters = 1.5", "max-waiters must be a whole number, not 1.5"),
         (ONE_POOL + "[[pool]]\nslots = 0", r"\[\[pool\]\] 2: slots 0"),

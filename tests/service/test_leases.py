@@ -16,7 +16,7 @@ from daemons import wait_until
 
 from mambapool.pool.errors import ProtocolError
 from mambapool.pool.runtime_dir import RuntimeDir
-from mambapool.service.leases import ReleasedLock, WatchedLock, open_lease
+from mambapool.service.leases import ReleasedLock, WatchedLock, left_over, open_lease, remove_left_over
 
 Holder = Callable[[bytes], subprocess.Popen[str]]
 
@@ -136,3 +136,20 @@ def test_a_lock_that_was_released_before_anybody_looked_is_not_held() -> None:
     assert not lock.is_held()
     lock.close()
     lock.remove()
+
+
+def test_leases_that_nobody_holds_at_two_looks_are_removed(
+    directory: RuntimeDir, hold: Holder, name: bytes
+) -> None:
+    held, dead, new = name, b"d" * 16, b"n" * 16
+    hold(held)
+    for lease in (dead, new):
+        directory.lease(lease).touch()
+    (directory.leases / "a note of somebody").touch()
+    found = left_over(directory)
+    assert set(found) == {dead, new}
+    hold(new)  # its process was about to take its lock
+    remove_left_over(directory, found)
+    names = {directory.lease(held).name, directory.lease(new).name, "a note of somebody"}
+    assert {path.name for path in directory.leases.iterdir()} == names
+    assert open_lease(directory, held).is_held()

@@ -12,7 +12,10 @@ from mambapool.pool.errors import ConfigError
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"schedulers": 0}, "--schedulers 0: expected a whole number of at least 1"),
+        ({"schedulers": 0}, "--schedulers 0: expected a whole number from 1 to 256"),
+        ({"schedulers": 257}, "--schedulers 257"),
+        ({"limit": 2**32}, "--limit 4294967296: expected a whole number from 1 to 4294967295"),
+        ({"more_traces": (Path("b"),)}, "--schedulers 4: of 2 traces each has one scheduler"),
         ({"schedulers": True}, "--schedulers True"),
         ({"track": -1}, "--track -1"),
         ({"limit": 0}, "--limit 0"),

@@ -12,6 +12,7 @@ from mambapool.client.replay.request import Request
 from mambapool.pool.errors import TraceError
 
 SHIPPED = Path(__file__).parents[3] / "bench/traces/mooncake_conversation_trace.jsonl.gz"
+AZURE = SHIPPED.with_name("azure_llm_2023_conv_first_2000.csv")
 WriteTrace = Callable[..., Path]
 
 
@@ -75,6 +76,7 @@ def test_a_request_without_output_runs_one_step(write_trace: WriteTrace) -> None
         (line(timestamp=-1), "timestamp is -1"),
         (line(timestamp=float("nan")), "timestamp is NaN"),
         (line(timestamp=True), "timestamp is true"),
+        (line(timestamp=10**400), "timestamp is 1000"),
         (line(input_length=1.5), "input_length is 1.5: expected a whole number"),
         (line(output_length=2**31), "output_length is 2147483648"),
         (line(output_length=None), "output_length is null"),
@@ -126,7 +128,76 @@ def test_a_trace_without_requests_is_refused(write_trace: WriteTrace, content: s
 @pytest.mark.parametrize("name", ["trace", "trace.txt", "trace.gz", ".gz", "trace.jsonl.zip"])
 def test_an_unknown_kind_of_trace_is_refused_with_the_known_ones(write_trace: WriteTrace, name: str) -> None:
     with pytest.raises(TraceError, match=r"expected a name that ends in \.jsonl \(Mooncake\)"):
-        trace.load(write_trace(line(), name))
+        trace.load(write_trace("a" + line(), name))
+
+
+def test_a_name_that_says_nothing_leaves_it_to_the_content(write_trace: WriteTrace) -> None:
+    assert len(trace.load(write_trace(line(), "requests"))) == 1
+    assert len(trace.load(write_trace(gzip.compress(f"\n{line()}".encode()), "requests.txt"))) == 1
+    assert len(trace.load(write_trace(azure("2023-11-16 18:15:46.6805900,374,44"), "requests.data"))) == 1
+
+
+def azure(*lines: str) -> str:
+    return "\r\n".join(("TIMESTAMP,ContextTokens,GeneratedTokens", *lines))
+
+
+def test_an_azure_trace_starts_with_its_first_request(write_trace: WriteTrace) -> None:
+    path = write_trace(
+        azure("2023-11-16 18:15:50.9951690,396,109", "", "2023-11-16 18:15:46.6805900,374,0"), "trace.csv"
+    )
+    first, second = trace.load(path)
+    assert first == Request(0, 0.0, 374, 0)
+    assert second == Request(1, 4314.579, 396, 109)
+    assert first.steps == 1
+
+
+def test_times_of_an_azure_trace_may_have_an_offset_as_those_of_2024_have(write_trace: WriteTrace) -> None:
+    lines = ("2024-05-10 00:00:00.009930+00:00,1,2", "2024-05-10 02:00:01+02:00,1,2")
+    requests = trace.load(write_trace(azure(*lines), "trace.csv"))
+    assert [request.arrival_ms for request in requests] == [0.0, 990.07]
+
+
+def test_the_shipped_excerpt_of_azures_trace_is_whole() -> None:
+    requests = trace.load(AZURE)
+    assert len(requests) == 2000
+    assert requests[0] == Request(0, 0.0, 374, 44)
+    assert requests[-1] == Request(1999, 424_259.457, 424, 96)
+    assert sum(request.output_length for request in requests) == 529_807
+
+
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [
+        ("2023-11-16 18:15:46,374", "has 2 fields: expected TIMESTAMP,ContextTokens,GeneratedTokens"),
+        ("2023-11-16 18:15:46,374,44,1", "has 4 fields"),
+        ("yesterday,374,44", "TIMESTAMP is 'yesterday': expected"),
+        (",374,44", "TIMESTAMP is ''"),
+        ("2023-13-16 18:15:46,374,44", "TIMESTAMP is '2023-13-16 18:15:46'"),
+        ("2023-11-16 18:15:46,-1,44", "ContextTokens is '-1': expected a whole number"),
+        ("2023-11-16 18:15:46,374,4.5", "GeneratedTokens is '4.5'"),
+        ("2023-11-16 18:15:46,374,", "GeneratedTokens is ''"),
+        ("2023-11-16 18:15:46,374,2147483648", "GeneratedTokens is '2147483648'"),
+        ("2023-11-16 18:15:46,374,٣", "GeneratedTokens is '٣'"),
+        ("x" * 5000, "has 1 fields"),
+    ],
+)
+def test_a_broken_line_of_azure_is_named_with_what_was_expected(
+    write_trace: WriteTrace, broken: str, told: str
+) -> None:
+    path = write_trace(azure("2023-11-16 18:15:46,1,1", broken), "trace.csv")
+    with pytest.raises(TraceError) as raised:
+        trace.load(path)
+    text = str(raised.value)
+    assert text.startswith(f"{path}, line 3: ")
+    assert told in text
+    assert "expected" in text
+    assert len(text) < len(str(path)) + 300
+
+
+def test_an_azure_trace_without_its_header_is_refused(write_trace: WriteTrace) -> None:
+    path = write_trace("2023-11-16 18:15:46,374,44\n", "trace.csv")
+    with pytest.raises(TraceError, match=r"line 1: .* is not the header: expected TIMESTAMP,ContextTokens"):
+        trace.load(path)
 
 
 def test_a_missing_file_and_a_directory_are_refused(tmp_path: Path) -> None:
@@ -135,3 +206,5 @@ def test_a_missing_file_and_a_directory_are_refused(tmp_path: Path) -> None:
     (tmp_path / "dir.jsonl").mkdir()
     with pytest.raises(TraceError, match="Is a directory"):
         trace.load(tmp_path / "dir.jsonl")
+    with pytest.raises(TraceError, match="null"):
+        trace.load(tmp_path / "a\0b.jsonl")
