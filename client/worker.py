@@ -13,7 +13,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from mambapool.client.background import background
-from mambapool.client.transport import LOST, Transport
+from mambapool.client.connection import LOST
+from mambapool.client.transport import Transport
 from mambapool.pool import protocol
 from mambapool.pool.errors import (
     AllocatorUnavailable,
@@ -136,7 +137,7 @@ class Worker:
         kind = GuaranteedAllocator if session["guarantee"] else SlotAllocator
         self.allocator: SlotAllocator = kind(transport, device, debug=debug)
         self._transfers = Transfers(transport, self.allocator)
-        transport.on_end = self.allocator.disable
+        transport.connection.on_end = self.allocator.disable
         background().add(transport)
         _workers.add(self)
 
@@ -189,7 +190,7 @@ class Worker:
         _workers.discard(self)
         background().remove(self._transport)
         # No cycle: the slot table's mapping and descriptor go with the last reference.
-        self._transport.on_end = None
+        self._transport.connection.on_end = None
         self.allocator.disable(ClientClosed("this client was closed: connect again"))
         self._transport.detach(min(CLOSE_S, self._transport.timeout))
         if self._pool is not None:

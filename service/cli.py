@@ -175,7 +175,7 @@ def allocator(pool: str, slots: int | None, max_sessions: int, max_waiters: int,
 @option("--timeout", type=DURATION, default="2s", show_default=True, metavar="T", help="Wait so long for it.")
 def status(directory: str | None, as_json: bool, timeout: float) -> None:
     """Show pools, holders and counts of a running daemon. Counts are of slots."""
-    from mambapool.client.transport import ask_status
+    from mambapool.client.operators import ask_status
 
     found = ask_status(_running_daemon(directory), timeout)
     if as_json:
@@ -198,7 +198,7 @@ def evict_command(holder: int, force: bool, directory: str | None, as_json: bool
     For a process that hangs for good, or one that lives where nobody can end it. Refused while the process
     is alive, unless --force: it may still write to slots that somebody else gets.
     """
-    from mambapool.client.transport import evict
+    from mambapool.client.operators import evict
 
     result = evict(_running_daemon(directory), timeout, holder, force=force)
     if result["alive"]:
@@ -223,7 +223,7 @@ def audit(directory: str | None, as_json: bool, older_than: float, timeout: floa
     Ages and tags do not outlive a restart of the allocator. Of a guarantee, which its holder hands out itself, the
     age is that of the whole and there are no tags.
     """
-    from mambapool.client.transport import ask_audit, ask_status
+    from mambapool.client.operators import ask_audit, ask_status
     from mambapool.service.audit_report import audit_all
 
     place = _running_daemon(directory)
@@ -325,7 +325,7 @@ def replay(
 
 def _check_states(directory: Any, pool: str, timeout: float) -> None:
     """Before every scheduler imports torch: the pool is there, and has states."""
-    from mambapool.client.transport import ask_status
+    from mambapool.client.operators import ask_status
 
     pools = {known["name"]: known for known in ask_status(RuntimeDir(Path(directory)), timeout)["pools"]}
     if pool not in pools:
