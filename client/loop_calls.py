@@ -1,8 +1,8 @@
 """Requests of one session that tasks of an event loop wait for; the transport stays the same.
 
-The loop's thread sends and receives itself: it watches the socket's descriptor. (zmq.asyncio, which does the same in
-general, costs 3.6 times as much; a thread that waits for the loop costs two wake-ups.) What can take long is left to
-the process' background thread: it finds the allocator after a restart, and says that we live while the loop is busy.
+The loop's thread sends and receives itself: it watches the socket's descriptor. (A thread that waits for the loop
+would cost two wake-ups per call.) What can take long is left to the process' background thread: it finds the
+allocator after a restart, and says that we live while the loop is busy.
 Both use the connection under the transport's lock, which the loop only ever tries: it never waits.
 """
 
