@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
+from mambapool.client.aio import AsyncWorker, connect_async
 from mambapool.client.worker import Worker, connect
 from mambapool.pool import errors
 
-__all__ = ["Worker", "connect", "errors"]
+__all__ = ["AsyncWorker", "Worker", "connect", "connect_async", "errors"]

@@ -9,6 +9,7 @@ import time
 from typing import Any, SupportsIndex
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from mambapool.client.posted import Posted
@@ -93,10 +94,7 @@ class SlotAllocator:
         """
         with self._calls:
             self._check_usable()
-            free = self._transport.settle()
-            with self._lock:
-                ids = np.concatenate((free, np.array(self._freed_inside, np.int64)))
-        return torch.from_numpy(ids).to(self.device)
+            return self._list_of(self._transport.settle())
 
     def alloc(
         self, need_size: SupportsIndex, timeout: float | None = None, tag: str | None = None
@@ -142,12 +140,7 @@ class SlotAllocator:
             reply = self._ask(protocol.BEGIN, carried, min(count, self.size + 1), bool(partial), *tagged(tag))
             if reply[2] == protocol.NONE:
                 return
-            slots = protocol.unpack_ids(reply[3]).tolist()
-            self._tensors.make(slots)
-            slots.reverse()
-            with self._lock:
-                self._window = slots
-                self._window_open = True
+            self._open_window(reply)
 
     def alloc_group_end(self) -> None:
         """Close the window: one message, unawaited, with what was freed inside and what is left unused."""
@@ -231,9 +224,7 @@ class SlotAllocator:
                 return torch.empty(0, dtype=torch.int64, device=self.device)
             if count > self.size:
                 return None
-            with self._lock:
-                carried = self._post_freed(protocol.FREE)
-            reply = self._ask(protocol.ALLOC, carried, count, False, *tagged(tag))
+            reply = self._ask(protocol.ALLOC, self._take_freed(), count, False, *tagged(tag))
             return self._granted(reply)
 
     def _alloc_in_turn(self, count: int, timeout: float, tag: str | None) -> torch.Tensor | None:
@@ -285,6 +276,26 @@ class SlotAllocator:
             self._close_window(protocol.END)
             self._transport.flush()
 
+    def _take_freed(self) -> Posted | None:
+        """What was freed inside an open window, for a request to carry."""
+        with self._lock:
+            return self._post_freed(protocol.FREE)
+
+    def _next_of_window(self) -> torch.Tensor | None:
+        """As alloc(1) does inside a window; None when nothing is left of it, or there is none."""
+        try:
+            slot = self._window.pop()
+        except IndexError:
+            return None
+        self._marks[slot] = 1
+        return self._cached[slot]
+
+    def _list_of(self, free: npt.NDArray[np.int64]) -> torch.Tensor:
+        """The free list, of which the slot table knows ``free``."""
+        with self._lock:
+            ids = np.concatenate((free, np.array(self._freed_inside, np.int64)))
+        return torch.from_numpy(ids).to(self.device)
+
     def _close_window(self, op: int) -> Posted | None:
         """Post what goes back with it: frees in call order, then the unused rest. That is SGLang's order."""
         # Taken one by one: a thread in alloc(1) may still have the list, and each pop goes to one of us.
@@ -302,6 +313,15 @@ class SlotAllocator:
         posted = self._posted.append(op, packed(freed) if freed else None, len(freed))
         self._freed_inside = []
         return posted
+
+    def _open_window(self, reply: list[Any]) -> None:
+        """What a BEGIN was granted is what alloc(1) hands out from now on."""
+        slots = protocol.unpack_ids(reply[3]).tolist()
+        self._tensors.make(slots)
+        slots.reverse()
+        with self._lock:
+            self._window = slots
+            self._window_open = True
 
     def _available_with_pending(self) -> int:
         self._check_usable()

@@ -19,7 +19,7 @@ class Posted:
 
     number: int
     op: int
-    argument: int | bytes | None
+    argument: int | bytes | list[int] | None
     slots: int  # how many slots become free by it
 
 
@@ -39,7 +39,7 @@ class PostedQueue:
         """Whether something may be not applied yet."""
         return bool(self._queue)
 
-    def append(self, op: int, argument: int | bytes | None, slots: int) -> Posted:
+    def append(self, op: int, argument: int | bytes | list[int] | None, slots: int) -> Posted:
         """Number a message and keep it."""
         with self._lock:
             message = Posted(self.last + 1, op, argument, slots)

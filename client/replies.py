@@ -69,7 +69,8 @@ def session_of(reply: list[Any]) -> dict[str, Any]:
         raise ProtocolError("the allocator answered HELLO without the pool's uuid")
     if not isinstance(shards, list) or not all(map(_is_shard, shards)):
         raise ProtocolError("the allocator answered HELLO without a list of shards")
-    if session["guarantee"] and type(session.get("granted")) not in (int, bytes):
+    # In a group they are told to rank 0, or to nobody: the others find them in the slot table.
+    if session["guarantee"] and session.get("group") is None and type(session.get("granted")) not in (int, bytes):
         raise ProtocolError("the allocator answered HELLO without the slots of the guarantee")
     return session
 

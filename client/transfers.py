@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import torch
 
@@ -28,21 +29,41 @@ class Transfers:
         When the allocator does not answer, the offer may have been made or not: whether a slot is still ours,
         the slot table tells when it is freed.
         """
-        ids = slot_ids(slots, size=self._size, what="transfer")
-        if not ids:
-            raise InvalidSlots("transfer: no slots were passed")
-        self._allocator.offer(ids)
+        ids = self.begin_offer(slots)
         try:
             self._transport.call(protocol.OFFER, packed_ids(ids), receiver)
         except InvalidSlots:
-            self._allocator.hold(ids)
+            self.withdraw(ids)
             raise
 
     def accept(self, timeout: float) -> torch.Tensor | None:
         """The slots of the oldest offer to this session, waited for ``timeout`` seconds; None: there was none."""
         with self._lock:
+            self.check_usable()
             reply = self._transport.call_and_wait(protocol.ACCEPT, True, wait=timeout, kept=True)
-            if reply is None or reply[2] == protocol.NONE:
-                return None
-            slots: list[int] = protocol.unpack_ids(reply[3]).tolist()
-            return self._allocator.hold(slots)
+            return None if reply is None else self.take(reply)
+
+    # The steps, of which none waits.
+
+    def begin_offer(self, slots: torch.Tensor) -> list[int]:
+        """These cannot be freed from now on."""
+        ids = slot_ids(slots, size=self._size, what="transfer")
+        if not ids:
+            raise InvalidSlots("transfer: no slots were passed")
+        self._allocator.offer(ids)
+        return ids
+
+    def withdraw(self, ids: list[int]) -> None:
+        """The offer was refused."""
+        self._allocator.hold(ids)
+
+    def take(self, reply: list[Any]) -> torch.Tensor | None:
+        """What an ACCEPT was answered with is this session's."""
+        if reply[2] == protocol.NONE:
+            return None
+        slots: list[int] = protocol.unpack_ids(reply[3]).tolist()
+        return self._allocator.hold(slots)
+
+    def check_usable(self) -> None:
+        """Raises what every call raises after a close, a fork, or the session's end."""
+        self._allocator._check_usable()

@@ -13,7 +13,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from mambapool.client.background import background
-from mambapool.client.transport import LOST, Transport
+from mambapool.client.connection import LOST
+from mambapool.client.transport import Transport
 from mambapool.pool import protocol
 from mambapool.pool.errors import (
     AllocatorUnavailable,
@@ -148,7 +149,7 @@ class Worker:
         self.allocator: SlotAllocator
         self._transfers: Transfers | GroupTransfers
         self.allocator, self._transfers = _allocator(transport, device, group, debug=debug)
-        transport.on_end = self.allocator.disable
+        transport.connection.on_end = self.allocator.disable
         background().add(transport)
         if group is not None:
             background().add(self.allocator)  # type: ignore[arg-type]
@@ -204,7 +205,7 @@ class Worker:
         background().remove(self._transport)
         background().remove(self.allocator)
         # No cycle: the slot table's mapping and descriptor go with the last reference.
-        self._transport.on_end = None
+        self._transport.connection.on_end = None
         self.allocator.disable(ClientClosed("this client was closed: connect again"))
         self._transport.detach(min(CLOSE_S, self._transport.timeout))
         if self._pool is not None:

@@ -33,6 +33,7 @@ FREE: Final = 6  # [.., frees]
 END: Final = 7  # [.., frees]
 CLEAR: Final = 8  # [.., nil]
 CANCEL: Final = 9  # [.., request id]
+CLOSE: Final = 15  # [.., [request id, …]]
 # Transfers, and what is asked now and then.
 OFFER: Final = 10  # [.., ids, receiver]              → nothing
 ACCEPT: Final = 11  # [.., wait]                      → ids
@@ -40,7 +41,9 @@ PING: Final = 12  # [..]                             no answer, but GAP
 EVICT: Final = 13  # [.., holder, force]               → {what was freed}; needs no session
 AUDIT: Final = 14  # [.., pool]                        → {all of one pool, of one moment}; needs no session
 
-POSTED_OPS: Final = frozenset((FREE, END, CLEAR, CANCEL))
+POSTED_OPS: Final = frozenset((FREE, END, CLEAR, CANCEL, CLOSE))
+#: Requests that a CANCEL takes back when nobody waits for their reply any more.
+CANCELLED_OPS: Final = frozenset((ALLOC, BEGIN))
 OP_NAMES: Final = {
     HELLO: "HELLO",
     DETACH: "DETACH",
@@ -56,6 +59,7 @@ OP_NAMES: Final = {
     PING: "PING",
     EVICT: "EVICT",
     AUDIT: "AUDIT",
+    CLOSE: "CLOSE",
 }
 
 # Status of a reply.

@@ -18,7 +18,7 @@ _log = logging.getLogger("mambapool.allocator")
 
 
 class PostedMessages:
-    """FREE, END, CLEAR, CANCEL."""
+    """FREE, END, CLEAR, CANCEL, CLOSE."""
 
     def __init__(self, replies: Replies, turns: Turns) -> None:
         self._replies = replies
@@ -42,6 +42,9 @@ class PostedMessages:
                 if message[6] is not None:
                     raise ProtocolError(f"CLEAR takes nil, not {type(message[6]).__name__}")
                 pool.clear(session, number)
+            elif op == protocol.CLOSE:
+                _close(session, message[6])
+                pool.skip(session, number)
             else:
                 apply_frees(pool, session, number, message[6], nil_allowed=op == protocol.END)
                 if op == protocol.END:
@@ -98,6 +101,16 @@ def _cancel(pool: Pool, session: Session, number: int, request_id: object) -> No
         pool.close_window(session)
     if request_id >= session.oldest_open:
         session.barred.add(request_id)
+
+
+def _close(session: Session, requests: object) -> None:
+    """The client has the replies to these requests, or has cancelled them: they may be forgotten."""
+    if type(requests) is not list or not all(type(known) is int and 0 < known < MAX_NUMBER for known in requests):
+        raise ProtocolError("CLOSE names request ids")
+    for known in requests:
+        session.answers.pop(known, None)
+        session.recovered.pop(known, None)
+        session.barred.discard(known)
 
 
 def _check_number(posted: int) -> None:

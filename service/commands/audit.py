@@ -40,7 +40,7 @@ def audit(directory: str | None, as_json: bool, older_than: float, timeout: floa
     Ages and tags do not outlive a restart of the allocator. Of a guarantee, which its holder hands out itself, the
     age is that of the whole and there are no tags.
     """
-    from mambapool.client.transport import ask_audit, ask_status
+    from mambapool.client.operators import ask_audit, ask_status
     from mambapool.service.audit_report import audit_all
 
     place = running_daemon(directory)

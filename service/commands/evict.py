@@ -36,7 +36,7 @@ def evict_command(holder: int, force: bool, directory: str | None, as_json: bool
     is alive, unless --force: it may still write to slots that somebody else gets. A session of a group stands
     for all its ranks.
     """
-    from mambapool.client.transport import evict
+    from mambapool.client.operators import evict
 
     result = evict(running_daemon(directory), timeout, holder, force=force)
     if result["alive"]:

@@ -116,7 +116,7 @@ def _schedulers_for(traces: tuple[Path, ...]) -> int:
 
 def _check_states(directory: Any, pool: str, timeout: float, tp_size: int) -> None:
     """Before every scheduler imports torch: the pool is there, and has states."""
-    from mambapool.client.transport import ask_status
+    from mambapool.client.operators import ask_status
 
     pools = {known["name"]: known for known in ask_status(RuntimeDir(Path(directory)), timeout)["pools"]}
     if pool not in pools:

@@ -30,7 +30,7 @@ def status(directory: str | None, as_json: bool, timeout: float) -> None:
     held: by requests; windows: granted to a window that is open; offered: in a transfer that nobody has accepted yet. A
     session is live, suspect (it has said nothing for seconds; it keeps its slots) or gone.
     """
-    from mambapool.client.transport import ask_status
+    from mambapool.client.operators import ask_status
 
     found = ask_status(running_daemon(directory), timeout)
     if as_json:

@@ -20,7 +20,7 @@ from fresh_pool import ids
 from fuzzing import STRANGE
 
 from mambapool.client import Worker, connect, transport
-from mambapool.client.transport import ask_status
+from mambapool.client.operators import ask_status
 from mambapool.pool import protocol
 from mambapool.pool.errors import AllocatorUnavailable, MambaPoolError, ProtocolError
 from mambapool.pool.protocol import OK

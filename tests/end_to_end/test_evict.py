@@ -12,7 +12,7 @@ from fresh_pool import FreshPool, FreshPoolFactory, drain, ids
 from leased_clients import log_lines
 
 from mambapool.client import Worker
-from mambapool.client.transport import evict as evict_directly
+from mambapool.client.operators import evict as evict_directly
 from mambapool.pool.errors import AllocatorUnavailable, MambaPoolError
 from mambapool.pool.exits import EXIT_DONE, EXIT_FAILED, EXIT_NOT_REACHABLE
 

@@ -68,6 +68,16 @@ def test_pickle_and_its_relatives_are_imported_nowhere(package: str) -> None:
         assert not found, f"{path} imports {found}"
 
 
+def test_one_file_of_each_side_knows_the_socket() -> None:
+    found = {
+        f"{package}/{path.name}"
+        for package in PACKAGES
+        for path in sources(package)
+        if any(name.split(".")[0] == "zmq" for name in imports(path))
+    }
+    assert found == {"client/dealer.py", "service/server.py"}
+
+
 def run_python(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

@@ -17,7 +17,7 @@ from leased_clients import values
 
 from mambapool.client import Worker, connect
 from mambapool.client.background import TICK_S
-from mambapool.client.transport import ask_status
+from mambapool.client.operators import ask_status
 from mambapool.pool.errors import AllocatorUnavailable, PoolLost
 from mambapool.pool.exits import EXIT_FAILED
 from mambapool.pool.runtime_dir import RuntimeDir

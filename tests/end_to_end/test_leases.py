@@ -37,7 +37,7 @@ def leases_of(pool: FreshPool) -> set[Path]:
 
 def lease_of(worker: Worker) -> Path:
     transport = worker._transport
-    return transport.directory.lease(transport._lease.name)
+    return transport.directory.lease(transport.connection.lease.name)
 
 
 def lock_holder(lease: Path, children: Children) -> int:

@@ -126,16 +126,15 @@ def test_the_others_go_on_at_full_speed_while_two_of_them_are_killed(
 KILLED_BEFORE_IT_READS = """
     import os, signal, sys
     from mambapool.client import connect
-    from mambapool.client.transport import Transport
     from mambapool.pool import protocol
 
     for round in range(int(sys.argv[3])):
         pid = os.fork()
         if pid == 0:
             worker = connect(sys.argv[1], pool=sys.argv[2], name="killed")
-            transport = worker._transport
+            connection = worker._transport.connection
             for request in range(2, 6):
-                transport._transmit(request, protocol.ALLOC, (4, None, False), None)
+                connection.transmit(request, protocol.ALLOC, (4, None, False), None)
             os.kill(os.getpid(), signal.SIGKILL)
         os.waitpid(pid, 0)
 """

@@ -19,7 +19,7 @@ from leased_clients import RemoteClient, all_free, log_lines, outage, restart, v
 from processes import Children
 
 from mambapool.client import connect
-from mambapool.client.transport import ask_status
+from mambapool.client.operators import ask_status
 from mambapool.pool.errors import AllocatorUnavailable, UnknownPool
 from mambapool.pool.runtime_dir import RuntimeDir
 

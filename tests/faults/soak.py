@@ -30,7 +30,7 @@ from processes import Child
 from soaking import Progress, RawSession, allocator_processes, audit, percentile
 from zygote import Zygote
 
-from mambapool.client.transport import ask_status
+from mambapool.client.operators import ask_status
 from mambapool.pool import protocol
 from mambapool.pool import slot_table as st
 from mambapool.pool.errors import MambaPoolError

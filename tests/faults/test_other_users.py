@@ -19,7 +19,7 @@ STRANGER = f"""
     import os, socket, sys
     import zmq
     from mambapool.client import connect, errors
-    from mambapool.client.transport import ask_status, evict
+    from mambapool.client.operators import ask_status, evict
     from mambapool.pool import protocol
     from mambapool.pool.handover import receive_block
     from mambapool.pool.runtime_dir import RuntimeDir

@@ -57,7 +57,7 @@ def test_connect_waits_for_an_allocator_that_is_brought_back(
     connecting.join(30.0)
     assert len(drain(connected[0].allocator)) == 8
     # Its lease is watched, too: the connection was made as soon as there was somebody to connect to.
-    assert connected[0]._transport._lease.connected
+    assert connected[0]._transport.connection.lease.connected
 
 
 def test_an_accept_that_gave_up_before_a_restart_gets_its_slots_after_it(
@@ -67,15 +67,15 @@ def test_an_accept_that_gave_up_before_a_restart_gets_its_slots_after_it(
     pool = new_pool(8)
     giver, receiver = pool.connect(), pool.connect(timeout=20.0)
     slots = granted(giver.allocator.alloc(2))
-    transport = receiver._transport
+    connection = receiver._transport.connection
 
     def give_up(_request: int, _deadline: float) -> None:
         raise AllocatorUnavailable("no answer: a test says so")
 
     giver.transfer(slots, to=receiver.session)
     with monkeypatch.context() as lost:  # every reply
-        lost.setattr(transport, "_drain", lambda _request: None)
-        lost.setattr(transport, "_receive", give_up)
+        lost.setattr(connection, "drain", lambda: None)
+        lost.setattr(connection, "receive", give_up)
         with pytest.raises(AllocatorUnavailable):
             receiver.accept(0.1)
     assert pool.held_by(receiver) == set(slots.tolist()), "the slots have changed hands"

@@ -15,7 +15,7 @@ from daemons import Daemon, mambapool, wait_until
 from fresh_pool import granted
 from leased_clients import successor_of
 
-from mambapool.client.transport import ask_audit
+from mambapool.client.operators import ask_audit
 from mambapool.pool.errors import AllocatorUnavailable, UnknownPool
 from mambapool.pool.exits import EXIT_DONE, EXIT_FAILED, EXIT_NOT_REACHABLE
 

@@ -28,6 +28,7 @@ BODIES = {
     protocol.PING: (),
     protocol.EVICT: (1, False),
     protocol.AUDIT: ("default",),
+    protocol.CLOSE: ([2],),
 }
 #: What needs no session.
 FOR_ANYBODY = (protocol.HELLO, protocol.STATUS, protocol.EVICT, protocol.AUDIT)

@@ -1,4 +1,4 @@
-"""FREE, END, CLEAR and CANCEL: numbered, applied once and in order, answered only when refused."""
+"""FREE, END, CLEAR, CANCEL and CLOSE: numbered, applied once and in order, answered only when refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from dispatching import EPOCH, Client, everything, ids, slots_of
 
 from mambapool.pool import protocol
-from mambapool.pool.protocol import CANCEL, CLEAR, END, FREE, GAP, MALFORMED, NONE, NOT_OPEN, OK
+from mambapool.pool.protocol import CANCEL, CLEAR, CLOSE, END, FREE, GAP, MALFORMED, NONE, NOT_OPEN, OK
 from mambapool.service.pools import Pool
 from mambapool.service.sessions import MAX_OPEN
 
@@ -322,3 +322,48 @@ def test_posted_messages_of_two_sessions_are_numbered_apart(client: Client, join
     assert other.post(FREE, 3) is None
     assert client.post(FREE, 2) is None
     assert (client.session.applied, other.session.applied) == (2, 1)
+
+
+def test_close_forgets_replies_while_an_older_request_stays_open(client: Client) -> None:
+    assert client.accept(wait=True, id=2) is None
+    for request_id in (3, 4, 5):
+        client.alloc(1, id=request_id, oldest_open=2)
+    assert client.post(CLOSE, [3, 5, 99], oldest_open=2) is None
+    assert list(client.session.answers) == [4]
+    assert client.session.accepting == 2, "which it does not name"
+    assert client.session.held == 3, "what was granted stays"
+
+
+def test_close_forgets_cancelled_requests_and_what_another_allocator_granted(client: Client) -> None:
+    client.post(CANCEL, 7)
+    client.session.recovered[8] = pool_ids = protocol.unpack_ids(ids(1, 2))
+    assert client.post(CLOSE, [7]) is None
+    assert (client.session.barred, client.session.recovered) == (set(), {8: pool_ids})
+    assert client.post(CLOSE, [8]) is None
+    assert client.session.recovered == {}
+
+
+def test_with_close_a_session_makes_any_number_of_calls_while_one_waits(client: Client) -> None:
+    assert client.accept(wait=True, id=2) is None
+    closed: list[int] = []
+    for request_id in range(3, 3 + 2 * MAX_OPEN):
+        reply = client.alloc(1, id=request_id, oldest_open=2)
+        assert reply[2] == OK
+        client.post(FREE, reply[3], oldest_open=2)
+        closed.append(request_id)
+        if len(closed) == 128:
+            assert client.post(CLOSE, closed, oldest_open=2) is None
+            closed = []
+    assert client.alloc(1, id=10**6, oldest_open=2)[2] == OK
+
+
+@pytest.mark.parametrize(
+    "requests", [None, 2, b"\2\0\0\0", [0], [-1], [2**63], [True], ["2"], [2, None], {"2": 2}]
+)
+def test_close_names_request_ids(client: Client, requests: object) -> None:
+    client.alloc(1)
+    before = everything(client.connection.dispatcher)
+    reply = client.post(CLOSE, requests)
+    assert reply is not None
+    assert reply[2:] == [MALFORMED, "CLOSE names request ids"]
+    assert everything(client.connection.dispatcher) == before

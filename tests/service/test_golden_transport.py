@@ -17,7 +17,8 @@ from daemons import wait_until
 from dispatching import EPOCH, Exchange, golden, ids, make_pool
 
 from mambapool.client.allocator import SlotAllocator
-from mambapool.client.transport import PING_S, Transport, ask_audit, ask_status, evict
+from mambapool.client.operators import ask_audit, ask_status, evict
+from mambapool.client.transport import PING_S, Transport
 from mambapool.pool import protocol
 from mambapool.pool.errors import AllocatorUnavailable, DoubleFree, InvalidSlots, MambaPoolError
 from mambapool.pool.protocol import ACCEPT, ALLOC, BEGIN, CLEAR, END, FREE, NONE, OFFER, OK
@@ -129,7 +130,7 @@ def attach(directory: RuntimeDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[A
 def test_a_session_from_hello_to_detach(allocator: ScriptedAllocator, attach: Attach) -> None:
     with allocator.plays(golden("session")):
         transport = attach(HELLO_MAP)
-        assert (transport.number, transport.epoch) == (1, EPOCH)
+        assert (transport.number, transport.connection.epoch) == (1, EPOCH)
 
         assert transport.call(ALLOC, 1, None, False)[2:] == [OK, 1]
         assert transport.call(ALLOC, 3, None, False)[2:] == [OK, ids(2, 3, 4)]
@@ -165,7 +166,7 @@ def test_what_one_waits_for_and_offers(allocator: ScriptedAllocator, attach: Att
         transport = attach(HELLO_MAP)
         transport.call(ALLOC, 6, None, False)
         waiting = others.submit(transport.call_and_wait, ALLOC, 2, None, True, wait=TIMEOUT_S)
-        wait_until(lambda: transport._waiting, "another thread waits")
+        wait_until(lambda: transport.connection.waiting, "another thread waits")
         assert transport.call(OFFER, ids(12, 11), 2)[2:] == [OK]
         assert transport.call(OFFER, 13, 2)[2:] == [OK]
         reply = waiting.result(TIMEOUT_S)
@@ -194,7 +195,7 @@ def test_what_another_one_accepts(allocator: ScriptedAllocator, attach: Attach) 
 
 def ping(transport: Transport) -> None:
     """As the background thread does when nothing was said for a while."""
-    transport._last_sent -= PING_S
+    transport.connection.last_sent -= PING_S
     transport.tick()
 
 

@@ -14,7 +14,7 @@ from commands import Command, is_running, running
 from daemons import SMALL_STATE, mambapool
 
 from mambapool.client import Worker, connect, errors
-from mambapool.client.transport import ask_status
+from mambapool.client.operators import ask_status
 from mambapool.pool.runtime_dir import RuntimeDir
 
 STATE = ("--state", SMALL_STATE[0], "--state", SMALL_STATE[1])

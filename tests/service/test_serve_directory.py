@@ -13,7 +13,7 @@ import pytest
 from commands import Command, running
 from daemons import Daemon, mambapool, wait_until
 
-from mambapool.client.transport import ask_status
+from mambapool.client.operators import ask_status
 from mambapool.pool.runtime_dir import RuntimeDir
 
 DaemonFactory = Callable[..., Daemon]

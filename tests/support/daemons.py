@@ -17,7 +17,7 @@ from typing import Any
 from table_check import check_table, check_until_settled
 
 from mambapool.client import Worker, connect
-from mambapool.client.transport import ask_audit, ask_status
+from mambapool.client.operators import ask_audit, ask_status
 from mambapool.pool.polling import readable
 from mambapool.pool.runtime_dir import RuntimeDir
 from mambapool.service.audit_checks import violations
