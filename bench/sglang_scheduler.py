@@ -14,7 +14,7 @@ from typing import Any
 
 import sgl_bootstrap  # noqa: F401  SGLang on a CPU, with stand-ins for packages that need a GPU
 import torch
-from helpers import check_conservation, new_req, req_slots
+from helpers import new_req, req_slots
 from sglang.srt.managers import scheduler as sglang_scheduler
 from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.allocation import alloc_req_slots, alloc_token_slots
@@ -46,6 +46,7 @@ class Engine:
             max_num_reqs=4 * REQUESTS,
         )
         self.cache, self.tokens, self.pool = build_fixture(config, tree_core_backend="python")
+        self.slots = set(self.pool.mamba_allocator.free_slots.tolist())
         self._random = random.Random(seed)
         self._prompts: list[list[int]] = []
         self._scheduler = _scheduler(self)
@@ -56,7 +57,7 @@ class Engine:
             self.step()
 
     def prepare(self) -> None:
-        """Fill the cache, by other requests that end, until no slot is free; queue requests that continue its prompts."""
+        """Have other requests end, until the cache has every slot; queue requests that continue its prompts."""
         while (slot := self.pool.mamba_allocator.alloc(1)) is not None:
             key = RadixKey(array("q", self._new_prompt([])))
             tokens = alloc_token_slots(self.cache, len(key))
@@ -77,8 +78,9 @@ class Engine:
 
     def check(self) -> None:
         """Every slot is free, a request's, or the cache's."""
-        held = [slot for request in self._queue for slot in req_slots(request)]
-        check_conservation(self.pool, held + self.cache.all_mamba_values_flatten().tolist())
+        found = self.pool.mamba_allocator.free_slots.tolist() + self.cache.all_mamba_values_flatten().tolist()
+        found += [slot for request in self._queue for slot in req_slots(request)]
+        assert len(found) == len(self.slots) == len(self.slots.intersection(found)), sorted(found)
 
     def _new_prompt(self, start: list[int]) -> list[int]:
         start = start if len(start) < 60 else []

@@ -244,7 +244,8 @@ class Transport:
                     self._attach_again(time.monotonic() + _TICK_WAITS_S)
             elif time.monotonic() - self._last_sent > PING_S:
                 header = (protocol.PING, self.number, 0, self.epoch, self.posted.sent, 0)
-                self.messages -= self._send(self._pack(header))  # not one that a call costs
+                if self._send(self._pack(header)):
+                    self.messages -= 1  # not one that a call costs
         finally:
             self._lock.release()
             self._abandon_if_closed()

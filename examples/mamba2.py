@@ -69,7 +69,7 @@ def main() -> int:
         serve = [sys.executable, "-m", "mambapool.service", "serve", "--dir", directory, "--slots", "16"]
         for flag in state_flags(tiny_model().config):
             serve += ["--state", flag]
-        with subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as daemon:
+        with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True) as daemon:
             try:
                 assert daemon.stdout is not None
                 print(daemon.stdout.readline(), end="", flush=True)
@@ -97,7 +97,9 @@ def tell(directory: str) -> int:
             tokens, alone = story()
             same = tokens == alone
             status |= not same
-            print(f"{title:<46}", "same tokens as one process" if same else f"{tokens}\nexpected {alone}", flush=True)
+            print(
+                f"{title:<46}", "same tokens as one process" if same else f"{tokens}\nexpected {alone}", flush=True
+            )
     finally:
         for process in processes:
             process.close()
@@ -112,9 +114,8 @@ class Process:
             [sys.executable, str(Path(__file__).with_name("mamba2_slots.py")), directory],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
             text=True,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
         )
 
     def ask(self, method: str, *arguments: Any) -> Any:

@@ -44,8 +44,7 @@ class MambaSlotAllocator:
         :class:`~mambapool.pool.errors.ConfigError`."""
         if size < 1:
             raise ConfigError(f"size={size}: SGLang asserts that it gets what it plans with; 1 slot at least")
-        while _left:
-            _left.pop().close()
+        close_left()
         worker = _mapped.pop() if _mapped else _own_pool(size, device)
         self._finalizer = weakref.finalize(self, _left.append, worker)
         self._finalizer.atexit = False  # connect() closes what is left then
@@ -106,6 +105,12 @@ class MambaSlotAllocator:
         """Every slot is free again, in ascending order; an open window ends."""
         self._dead.update(self._allocator.held())
         self._allocator.clear()
+
+
+def close_left() -> None:
+    """End the sessions of allocators that nobody has any more."""
+    while _left:
+        _left.pop().close()
 
 
 def leave_for_allocator(worker: Worker) -> None:

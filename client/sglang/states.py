@@ -36,7 +36,9 @@ class MappedMambaPool(MambaPool):  # type: ignore[misc]  # SGLang is not there w
         ``connect`` does.
         """
         if refused := [name for name in _REFUSED if options.get(name)]:
-            raise ConfigError(f"{', '.join(refused)}: SGLang indexes these arrays by slot, and makes them too short")
+            raise ConfigError(
+                f"{', '.join(refused)}: SGLang indexes these arrays by slot, and makes them too short"
+            )
         engine = Engine.of_process()
         if engine.world_size > 1 and not engine.named:
             raise ConfigError(f"{engine.world_size} ranks share a pool's slots: name their engine with {GROUP}")
