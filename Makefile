@@ -7,7 +7,7 @@ SOURCES := $(sort $(wildcard pool/*.py client/*.py client/*/*.py service/*.py))
 
 SOAK ?= 30s
 
-.PHONY: demo test soak faults check format install clean force
+.PHONY: demo test soak faults peers check format install clean force
 .DEFAULT_GOAL := install
 
 demo: install  ## Daemon, 4 schedulers and a real trace, in a temporary directory
@@ -22,11 +22,15 @@ soak: install  ## Random kills under load; SOAK=10m for longer
 faults: install  ## A crash before every store, each with a crash at every store of the recovery
 	MAMBAPOOL_ALL_CRASH_POINTS=1 $(BIN)/python -m pytest -n auto tests/faults --timeout 3600
 
+peers: $(VENV)/peers  ## SGLang's own callers over this allocator, and a real Mamba-2 model; MUTANTS=1: wrong ones, too
+	$(BIN)/python tests/peers/run_callers.py
+	$(BIN)/python -m pytest tests/peers
+
 check: install  ## Lint and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p mambapool.pool -p mambapool.service -p mambapool.client
-	$(BIN)/mypy --explicit-package-bases tests examples
+	$(BIN)/mypy --explicit-package-bases tests examples bench
 
 format: install
 	$(BIN)/ruff check --fix .
@@ -37,6 +41,10 @@ install: $(VENV)/installed
 # The strict editable install links each file: it is made again when files come or go, not when they change.
 $(VENV)/installed: pyproject.toml constraints.txt $(VENV)/sources
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[worker,dev]'
+	touch $@
+
+$(VENV)/peers: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[worker,dev,peers]'
 	touch $@
 
 $(VENV)/sources: force
