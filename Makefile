@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # One more than there are cores: tests wait for processes, sockets and clocks.
 JOBS ?= $(shell expr $$(nproc) + 1)
 
-.PHONY: demo test soak fuzz faults groups check format install clean force
+.PHONY: demo test soak fuzz faults groups peers check format install clean force
 .DEFAULT_GOAL := install
 
 demo: install  ## Daemon, 4 schedulers and a real trace, in a temporary directory
@@ -34,11 +34,15 @@ faults: install  ## A crash before every store, each with a crash at every store
 groups: install  ## Ranks over dying allocators, and beside a rival, in full size
 	ALL_GROUP_RUNS=1 $(BIN)/python -m pytest -n $(JOBS) tests/faults/test_group_restarts.py tests/faults/test_group_limbo.py
 
+peers: $(VENV)/peers  ## SGLang's own callers over this allocator, and a real Mamba-2 model; MUTANTS=1: wrong ones, too
+	$(BIN)/python tests/peers/run_callers.py
+	$(BIN)/python -m pytest tests/peers
+
 check: install  ## Lint and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p mambapool.pool -p mambapool.service -p mambapool.client
-	$(BIN)/mypy --explicit-package-bases tests examples
+	$(BIN)/mypy --explicit-package-bases tests examples bench
 
 format: install
 	$(BIN)/ruff check --fix .
@@ -49,6 +53,10 @@ install: $(VENV)/installed
 # The strict editable install links each file: it is made again when files come or go, not when they change.
 $(VENV)/installed: pyproject.toml constraints.txt $(VENV)/sources
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[worker,dev]'
+	touch $@
+
+$(VENV)/peers: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[worker,dev,peers]'
 	touch $@
 
 $(VENV)/sources: force

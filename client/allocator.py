@@ -183,6 +183,11 @@ class SlotAllocator:
                 self._clears += 1
             self._transport.flush()
 
+    def held(self) -> list[int]:
+        """What this client holds and may free, ascending; its window's unused slots are not among it."""
+        with self._lock:
+            return self._record.held()
+
     def disable(self, reason: MambaPoolError) -> None:
         """Every later call raises ``reason``; takes no lock, so that a forked child can call it."""
         self._unusable = reason

@@ -132,7 +132,8 @@ class Connection:
     def ping(self) -> None:
         """Say that we live."""
         header = (protocol.PING, self.number, 0, self.epoch, self.posted.sent, 0)
-        self.messages -= self._send(self._pack(header))  # not one that a call costs
+        if self._send(self._pack(header)):
+            self.messages -= 1  # not one that a call costs
 
     def receive(self, request_id: int, deadline: float) -> list[Any] | None:
         """Wait for the reply to that request; None when it is time to ask again; raises after the deadline."""

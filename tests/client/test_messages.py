@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from daemons import wait_until
 from fresh_pool import FreshPoolFactory, granted, ids
 
 from mambapool.client import Worker
@@ -105,3 +106,12 @@ def test_the_queue_of_posted_frees_stays_short_without_any_other_call(worker: Wo
         slot = granted(worker.allocator.alloc(1))
         worker.allocator.free(slot)
     assert len(worker._transport.posted._queue) < 10
+
+
+def test_saying_that_one_lives_is_no_message_that_a_call_costs(worker: Worker, sent: Meter) -> None:
+    transport = worker._transport
+    before = transport.connection.last_sent
+    wait_until(lambda: transport.connection.last_sent > before, "the background thread has sent a PING")
+    wait_until(transport.lock.acquire, "its tick is over")
+    transport.lock.release()
+    assert sent() == 0

@@ -7,6 +7,7 @@ interpreter does: atexit, module teardown, exit status. :mod:`processes` is what
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import signal
@@ -36,10 +37,11 @@ class Pipes:
 class Zygote:
     """Starts scripts. Ends when it is closed, or when the process that made it ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, *modules: str) -> None:
+        """``modules``: what it imports besides torch and the client."""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, __file__, str(theirs.fileno())]
+            command = [sys.executable, __file__, str(theirs.fileno()), *modules]
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
 
     def start(self, source: str, arguments: tuple[object, ...], environment: dict[str, str]) -> Pipes:
@@ -100,8 +102,9 @@ def _become(request: dict[str, Any], fds: list[int]) -> str:
 
 
 if __name__ == "__main__":
-    import mambapool.client.allocator  # noqa: F401  torch, before anything is forked
-
+    # Before anything is forked.
+    for module in ("mambapool.client.allocator", *sys.argv[2:]):
+        importlib.import_module(module)
     # Keeps the collector of every script away from what is here already: it would copy all of it.
     gc.freeze()
     # As the main module's own code: what a script leaves in its globals is torn down as a script's is.

@@ -1,0 +1,274 @@
+"""The class that SGLang makes, without SGLang: what it asks the daemon for, and what its callers may do with it.
+
+With SGLang's own callers: ``make peers``.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from daemons import Daemon, wait_until
+from fresh_pool import granted, ids
+from processes import Children
+
+from mambapool.client.sglang import MambaSlotAllocator, plugin
+from mambapool.client.sglang.allocator import close_left
+from mambapool.client.sglang.engine import Engine
+from mambapool.pool.errors import (
+    ClientClosed,
+    ConfigError,
+    DoubleFree,
+    SlotOutOfRange,
+)
+
+
+@pytest.fixture(autouse=True)
+def _this_daemon(shared_daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("MAMBAPOOL_DIR", str(shared_daemon.dir))
+    yield
+    gc.collect()
+    close_left()
+
+
+def make(size: int = 8) -> MambaSlotAllocator:
+    return MambaSlotAllocator(size=size, device="cpu")
+
+
+def pool_of(daemon: Daemon, allocator: MambaSlotAllocator) -> dict[str, Any]:
+    """The pool in ``status`` whose holder the allocator is."""
+    session = allocator._worker.session
+    (pool,) = [
+        pool for pool in daemon.status()["pools"] if session in [holder["session"] for holder in pool["holders"]]
+    ]
+    found: dict[str, Any] = pool
+    return found
+
+
+def test_each_has_a_pool_of_its_own_granted_whole(shared_daemon: Daemon) -> None:
+    first, second = make(5), make(7)
+    for allocator, size in ((first, 5), (second, 7)):
+        pool = pool_of(shared_daemon, allocator)
+        (holder,) = pool["holders"]
+        assert (pool["slots"], pool["held"], holder["guarantee"], pool["shards"]) == (size, size, size, 0)
+        assert ids(allocator.alloc(size)) == list(range(1, size + 1))
+        assert allocator.alloc(1) is None
+
+
+def test_pools_are_numbered_in_the_order_in_which_a_process_makes_them(
+    shared_daemon: Daemon, children: Children
+) -> None:
+    """So that the ranks of an engine, which make them in the same order, name the same pools."""
+    script = """
+        from mambapool.client.sglang import MambaSlotAllocator
+        made = [MambaSlotAllocator(size=size, device="cpu") for size in (3, 4)]
+        print(flush=True)
+        input()
+    """
+    where = {"MAMBAPOOL_DIR": str(shared_daemon.dir)}
+    named = children.start(script, **where, MAMBAPOOL_GROUP="engine-a")
+    nameless = [children.start(script, **where) for _ in range(2)]
+    for child in (named, *nameless):
+        child.hear()
+    sizes = {pool["name"]: pool["slots"] for pool in shared_daemon.status()["pools"]}
+    assert (sizes["engine-a-0"], sizes["engine-a-1"]) == (3, 4)
+    own = {name.rpartition("-")[0] for name in sizes if name.startswith("sglang-")}
+    assert len(own) >= 2, "two processes without a name share their pools"
+
+
+def test_a_second_engine_of_the_same_name_is_refused_and_told_of_the_first(
+    shared_daemon: Daemon, children: Children
+) -> None:
+    script = """
+        from mambapool.client.sglang import MambaSlotAllocator
+        from mambapool.pool.errors import GuaranteeExceeded
+        try:
+            made = MambaSlotAllocator(size=3, device="cpu")
+            print("made", flush=True)
+            input()
+        except GuaranteeExceeded as error:
+            print(error, flush=True)
+    """
+    settings = {"MAMBAPOOL_DIR": str(shared_daemon.dir), "MAMBAPOOL_GROUP": "engine-b"}
+    assert children.start(script, **settings).hear() == "made"
+    refused = children.start(script, **settings).hear()
+    assert "engine-b" in refused, refused
+    assert "3" in refused
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_no_slots_are_no_guarantee(size: int) -> None:
+    with pytest.raises(ConfigError, match=f"size={size}"):
+        make(size)
+
+
+def test_what_nobody_holds_any_more_ends_with_the_next_one(shared_daemon: Daemon) -> None:
+    allocator = make(4)
+    name = pool_of(shared_daemon, allocator)["name"]
+    del allocator
+    gc.collect()
+    make(4)
+    wait_until(
+        lambda: name not in [pool["name"] for pool in shared_daemon.status()["pools"]], "its pool has ended"
+    )
+
+
+def test_no_call_costs_a_message() -> None:
+    allocator = make(8)
+    before = allocator._worker.messages
+    for _ in range(3):
+        allocator.alloc_group_begin(4)
+        slots = [granted(allocator.alloc(1)) for _ in range(5)]
+        allocator.free(slots[0][0].unsqueeze(0))
+        allocator.alloc_group_end()
+        assert allocator.available_size() == allocator.schedulable_available_size() == 4
+        assert allocator.alloc(5) is None
+        allocator.free(torch.cat(slots[1:]))
+        assert sorted(allocator.free_slots.tolist()) == list(range(1, 9))
+        allocator.clear()
+    assert allocator._worker.messages == before
+
+
+def test_clear_makes_the_list_what_it_was_at_first() -> None:
+    allocator = make(4)
+    allocator.free(granted(allocator.alloc(3)).flip(0))
+    allocator.alloc_group_begin(1)
+    allocator.clear()
+    assert (allocator.available_size(), allocator.free_slots.tolist()) == (4, [1, 2, 3, 4])
+
+
+def test_what_was_handed_out_before_a_clear_may_come_back_once(caplog: pytest.LogCaptureFixture) -> None:
+    """SGLang flushes while requests wait that have slots; it frees them later."""
+    allocator = make(6)
+    before = granted(allocator.alloc(3))
+    allocator.clear()
+    again = granted(
+        allocator.alloc(1)
+    )  # slot 1: of the two references to it, nobody can tell which one comes back
+    with caplog.at_level(logging.WARNING, logger="mambapool.sglang"):
+        allocator.free(torch.cat((before[1:], again)))
+    assert "[2, 3]" in caplog.text
+    assert allocator.free_slots.tolist() == [2, 3, 4, 5, 6, 1]
+    with pytest.raises(DoubleFree) as caught:
+        allocator.free(before[1:])
+    assert caught.value.slots == (2, 3)
+    assert sorted(ids(allocator.alloc(6))) == [1, 2, 3, 4, 5, 6]
+
+
+def test_other_wrong_frees_raise_after_a_clear_too() -> None:
+    allocator = make(6)
+    before = granted(allocator.alloc(2))
+    allocator.clear()
+    for wrong, error in (([1, 5], DoubleFree), ([7], SlotOutOfRange), ([1, 7], SlotOutOfRange)):
+        with pytest.raises(error):
+            allocator.free(torch.tensor(wrong))
+    assert allocator.available_size() == 6
+    allocator.free(before)  # refused calls have changed nothing: still dead, still once
+
+
+def test_bound_methods_outlive_nothing_but_work(shared_daemon: Daemon) -> None:
+    """HiCache captures ``alloc`` and ``free``: they keep the allocator, and it its session."""
+    allocator = make(2)
+    session = allocator._worker.session
+    alloc, free = allocator.alloc, allocator.free
+    del allocator
+    gc.collect()
+    make(1)
+    free(granted(alloc(2)))
+    assert session in [holder["session"] for pool in shared_daemon.status()["pools"] for holder in pool["holders"]]
+
+
+def test_a_lost_session_raises_in_the_next_call() -> None:
+    allocator = make(2)
+    allocator._worker.close()
+    with pytest.raises(ClientClosed):
+        allocator.alloc(1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"MAMBAPOOL_RANK": "2", "MAMBAPOOL_WORLD_SIZE": "2", "MAMBAPOOL_GROUP": "e"}, "MAMBAPOOL_RANK=2"),
+        ({"MAMBAPOOL_WORLD_SIZE": "2"}, "MAMBAPOOL_GROUP"),
+        ({"MAMBAPOOL_WORLD_SIZE": "two"}, "MAMBAPOOL_WORLD_SIZE='two'"),
+        ({"MAMBAPOOL_RANK": "-1"}, "MAMBAPOOL_RANK='-1'"),
+        ({"MAMBAPOOL_GROUP": "Engine A"}, "MAMBAPOOL_GROUP='Engine A'"),
+        ({"MAMBAPOOL_GROUP": "e" * 31}, "1 to 32"),
+    ],
+)
+def test_settings_that_cannot_be_are_named(
+    settings: dict[str, str], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert named in str(caught.value)
+
+
+class _Unset:
+    """As SGLang's: a rank that is not set in this process raises."""
+
+    def __init__(self, **places: int | None) -> None:
+        self._places = places
+
+    def __getattr__(self, name: str) -> int | None:
+        try:
+            return self._places[name]
+        except KeyError:
+            raise RuntimeError(f"parallel name {name!r} has not been written in this process") from None
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        ({}, ("e", 0, 1)),
+        ({"attn_tp_size": 4, "attn_tp_rank": 3, "dp_rank": None}, ("e", 3, 4)),
+        ({"attn_tp_size": 2, "attn_cp_size": 2, "attn_tp_rank": 1, "attn_cp_rank": 1}, ("e", 3, 4)),
+        ({"attn_tp_size": 2, "attn_tp_rank": 1, "dp_rank": 3, "pp_rank": 1}, ("e-dp3-pp1", 1, 2)),
+        ({"attn_tp_size": 1, "attn_dp_rank": 2}, ("e-adp2", 0, 1)),
+    ],
+)
+def test_ranks_of_a_server_which_have_one_environment_are_sglangs(
+    places: dict[str, int | None], expected: tuple[str, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = ModuleType("sglang.srt.runtime_context")
+    monkeypatch.setattr(context, "get_parallel", lambda: _Unset(**places), raising=False)
+    monkeypatch.setitem(sys.modules, context.__name__, context)
+    monkeypatch.setenv("MAMBAPOOL_GROUP", "e")
+    engine = Engine.of_process()
+    assert (engine.name, engine.rank, engine.world_size) == expected
+    monkeypatch.setenv("MAMBAPOOL_RANK", "5")
+    monkeypatch.setenv("MAMBAPOOL_WORLD_SIZE", "8")
+    engine = Engine.of_process()
+    assert (engine.name, engine.rank, engine.world_size) == ("e", 5, 8)
+
+
+def test_the_plugin_does_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "sglang", raising=False)
+    plugin()
+    assert "sglang" not in sys.modules
+
+
+def test_a_plugin_that_was_asked_for_and_cannot_install_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang catches every Exception of a plugin, and would go on with its own allocator."""
+    monkeypatch.setenv("MAMBAPOOL_SGLANG", "slot")
+    with pytest.raises(SystemExit, match="MAMBAPOOL_SGLANG='slot': use slots or states"):
+        plugin()
+    monkeypatch.setenv("MAMBAPOOL_SGLANG", "slots")
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    with pytest.raises(SystemExit, match="sglang"):
+        plugin()
+
+
+def test_importing_it_imports_neither_sglang_nor_torch() -> None:
+    code = "import sys, mambapool.client.sglang; print([n for n in ('sglang', 'torch') if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"
