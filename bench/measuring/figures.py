@@ -1,0 +1,81 @@
+"""What a script of ``bench/`` finds, and how it says so: JSON on stdout, everything for people on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+#: Exit status of a script that cannot measure here; the reason is its last line on stderr.
+EXIT_SKIPPED = 77
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measured figure of a goal of PERFORMANCE.md. ``better`` says on which side of ``limit`` it has to be."""
+
+    goal: int
+    name: str
+    value: float
+    limit: float
+    better: Literal["lower", "higher"] = "lower"
+
+    @property
+    def met(self) -> bool:
+        return self.value <= self.limit if self.better == "lower" else self.value >= self.limit
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "goal": self.goal,
+            "name": self.name,
+            "value": round(self.value, 4),
+            "limit": self.limit,
+            "better": self.better,
+            "met": self.met,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured: ``runs`` times everything anew, each of so many blocks."""
+
+    runs: int = 3
+    blocks: int = 200
+    calls: int = 10
+
+    @property
+    def quick(self) -> bool:
+        return self.runs == 1
+
+
+QUICK = Effort(runs=1, blocks=15, calls=10)
+
+
+def median_of(values: Iterable[float]) -> float:
+    return float(statistics.median(values))
+
+
+def say(text: str) -> None:
+    """Something for people who watch."""
+    print(text, file=sys.stderr, flush=True)
+
+
+class Skipped(Exception):
+    """Raised when this machine cannot measure it; says why."""
+
+
+def run_script(measure: Callable[[Effort], list[Figure]], about: str | None) -> None:
+    """The main function of a script: measure, print JSON, exit."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one short run: the figures are not to be judged")
+    arguments = parser.parse_args()
+    try:
+        figures = measure(QUICK if arguments.quick else Effort())
+    except Skipped as reason:
+        say(str(reason))
+        sys.exit(EXIT_SKIPPED)
+    print(json.dumps([figure.to_json() for figure in figures]))
