@@ -9,7 +9,9 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from measuring.figures import Effort, say
 
 #: Makes so many calls, one after the other; returns the nanoseconds that each took.
 Contender = Callable[[int], list[int]]
@@ -17,13 +19,15 @@ Contender = Callable[[int], list[int]]
 WARM_UP_CALLS = 3
 
 
-def timed(call: Callable[[], object]) -> Contender:
-    """The contender that makes this call."""
+def timed(call: Callable[[], object], before: Callable[[], object] | None = None) -> Contender:
+    """The contender that makes this call, each after ``before``, which is not timed."""
 
     def contender(calls: int) -> list[int]:
         times = []
         now = time.perf_counter_ns
         for _ in range(calls):
+            if before is not None:
+                before()
             began = now()
             call()
             times.append(now() - began)
@@ -36,8 +40,8 @@ def timed(call: Callable[[], object]) -> Contender:
 class Samples:
     """Of each contender: the median of every block, and all single calls; nanoseconds."""
 
-    medians: dict[str, list[float]] = field(default_factory=dict)
-    calls: dict[str, list[int]] = field(default_factory=dict)
+    medians: dict[str, list[float]]
+    calls: dict[str, list[int]]
 
     def ratio(self, name: str, base: str) -> float:
         """How many times as long as ``base`` it took: the median over the blocks."""
@@ -50,24 +54,40 @@ class Samples:
         ordered = sorted(self.calls[name])
         return float(ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))])
 
-    def lines(self) -> list[str]:
-        """For people: p50 and p99 of every contender."""
-        return [
-            f"{name:32} p50 {self.percentile(name, 50) / 1e3:9.2f} µs   p99 {self.percentile(name, 99) / 1e3:9.2f} µs"
-            for name in self.calls
-        ]
 
-
-def interleave(contenders: Mapping[str, Contender], *, blocks: int, calls: int, seed: int = 1) -> Samples:
-    """Measure ``blocks`` blocks of ``calls`` calls of each."""
-    chance = random.Random(seed)
+def interleave(contenders: Mapping[str, Contender], effort: Effort) -> Samples:
+    """Measure so many blocks of each."""
+    chance = random.Random(1)
     names = list(contenders)
     samples = Samples({name: [] for name in names}, {name: [] for name in names})
-    for _ in range(blocks):
+    for _ in range(effort.blocks):
         chance.shuffle(names)
         for name in names:
             contenders[name](WARM_UP_CALLS)
-            times = contenders[name](calls)
+            times = contenders[name](effort.calls)
             samples.medians[name].append(statistics.median(times))
             samples.calls[name] += times
     return samples
+
+
+class Runs:
+    """Several runs of one comparison, each with everything started anew."""
+
+    def __init__(self, title: str, run: Callable[[Effort], Samples], effort: Effort) -> None:
+        self.samples = [run(effort) for _ in range(effort.runs)]
+        say(title)
+        for name in sorted(self.samples[0].calls):
+            say(
+                f"  {name:36} p50 {self.percentile_us(name, 50):10.2f} µs   p99 {self.percentile_us(name, 99):10.2f} µs"
+            )
+
+    def ratio(self, name: str, base: str) -> float:
+        """The median of the runs' ratios."""
+        return self._median(lambda samples: samples.ratio(name, base))
+
+    def percentile_us(self, name: str, percent: float) -> float:
+        """Of single calls, microseconds: the median over the runs."""
+        return self._median(lambda samples: samples.percentile(name, percent)) / 1e3
+
+    def _median(self, value: Callable[[Samples], float]) -> float:
+        return float(statistics.median(value(samples) for samples in self.samples))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,7 +15,7 @@ EXIT_SKIPPED = 77
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured figure of a goal of PERFORMANCE.md. ``better`` says on which side of ``limit`` it has to be."""
+    """One measured figure of a goal. ``better`` says on which side of ``limit`` it has to be."""
 
     goal: int
     name: str
@@ -41,10 +40,10 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured: ``runs`` times everything anew, each of so many blocks."""
+    """How much is measured: ``runs`` times everything anew, each of so many blocks of so many calls."""
 
     runs: int = 3
-    blocks: int = 200
+    blocks: int = 150
     calls: int = 10
 
     @property
@@ -52,20 +51,17 @@ class Effort:
         return self.runs == 1
 
 
-QUICK = Effort(runs=1, blocks=15, calls=10)
-
-
-def median_of(values: Iterable[float]) -> float:
-    return float(statistics.median(values))
-
-
-def say(text: str) -> None:
-    """Something for people who watch."""
-    print(text, file=sys.stderr, flush=True)
+QUICK = Effort(runs=1, blocks=15)
 
 
 class Skipped(Exception):
     """Raised when this machine cannot measure it; says why."""
+
+
+def say(*lines: str) -> None:
+    """Something for people who watch."""
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)
 
 
 def run_script(measure: Callable[[Effort], list[Figure]], about: str | None) -> None:

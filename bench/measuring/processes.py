@@ -9,9 +9,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from measuring.cores import pinned
-
 from mambapool.pool.polling import readable
+from measuring.cores import pinned
 
 START_S = 30.0
 END_S = 10.0
@@ -22,9 +21,12 @@ _YARDSTICKS = Path(__file__).parents[1] / "yardsticks"
 @contextlib.contextmanager
 def daemon(core: int, *options: str) -> Iterator[Path]:
     """``mambapool serve`` with ``options``, all of its processes on ``core``; yields its directory."""
-    with tempfile.TemporaryDirectory(prefix="mambapool-bench-") as directory:
-        with running([sys.executable, "-m", "mambapool.service", "serve", "--dir", directory, *options], core):
-            yield Path(directory)
+    command = [sys.executable, "-m", "mambapool.service", "serve", *options, "--dir"]
+    with (
+        tempfile.TemporaryDirectory(prefix="mambapool-bench-") as directory,
+        running([*command, directory], core),
+    ):
+        yield Path(directory)
 
 
 @contextlib.contextmanager
