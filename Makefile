@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # One more than there are cores: tests wait for processes, sockets and clocks.
 JOBS ?= $(shell expr $$(nproc) + 1)
 
-.PHONY: demo test soak faults check format install clean force
+.PHONY: demo test soak faults bench check format install clean force
 .DEFAULT_GOAL := install
 
 demo: install  ## Daemon, 4 schedulers and a real trace, in a temporary directory
@@ -27,11 +27,14 @@ soak: install  ## Random kills under load; SOAK=10m for longer
 faults: install  ## A crash before every store, each with a crash at every store of the recovery
 	MAMBAPOOL_ALL_CRASH_POINTS=1 $(BIN)/python -m pytest -n $(JOBS) tests/faults --timeout 3600
 
+bench: install  ## Every figure of the README; BENCH=--quick for a short look, BENCH='--goal 7' for one
+	$(BIN)/mambapool bench $(BENCH)
+
 check: install  ## Lint and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p mambapool.pool -p mambapool.service -p mambapool.client
-	$(BIN)/mypy --explicit-package-bases tests examples
+	$(BIN)/mypy --explicit-package-bases tests examples bench
 
 format: install
 	$(BIN)/ruff check --fix .

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from measuring.bare_session import BareSession
-from measuring.blocks import Contender, timed
+from measuring.blocks import Contender
 from measuring.cores import client_core, pinned, server_core
 from measuring.crews import Crew
 from measuring.figures import Effort, Figure, run_script, say
@@ -74,7 +74,7 @@ def one_run(name: str, percent: int, slices: int) -> tuple[float, float]:
         worker = stack.enter_context(connect(directory))
         hand_out_all(worker)
         pid = json.loads((directory / "ready").read_text())["pid"]
-        call = timed(swapping(worker, 1))
+        call = swapping(worker, 1)
         call(100)
         before_mb = rss_mb(pid)
         idle: list[int] = []

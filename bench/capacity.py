@@ -17,7 +17,7 @@ from measuring.cores import client_core, server_core
 from measuring.crews import Crew
 from measuring.figures import Effort, Figure, run_script, say
 from measuring.processes import daemon, yardstick
-from measuring.swaps import hand_out_all, message_sizes, swapping
+from measuring.swaps import hand_out_all, message_sizes, swapping_one
 from yardsticks.clients import dealer, echo_call
 from zmq.backend import Socket
 
@@ -73,15 +73,15 @@ def compare(name: str, ours: Crew, theirs: Crew, slices: int) -> float:
         for crew in chance.sample([ours, theirs], 2):
             crew.start(SLICE_S)
             rates[crew].append(crew.rate())
-    mine, echo = (statistics.median(rates[crew]) for crew in (ours, theirs))
-    say(f"{name:12} mambapool {mine:9.0f} calls/s   echo {echo:9.0f} calls/s")
+    mine, theirs_rate = (statistics.median(rates[crew]) for crew in (ours, theirs))
+    say(f"{name:12} mambapool {mine:9.0f} calls/s   yardstick {theirs_rate:9.0f} calls/s")
     return statistics.median(a / b for a, b in zip(rates[ours], rates[theirs], strict=True))
 
 
 def real_client(directory: Path) -> Callable[[], object]:
     worker = connect(directory)
     hand_out_all(worker)
-    return swapping(worker, 1)
+    return swapping_one(worker)
 
 
 def pipelined_session(directory: Path) -> Callable[[], object]:

@@ -47,7 +47,7 @@ def one_run(count: int, effort: Effort) -> Samples:
         echo = stack.enter_context(yardstick("asyncio_echo", core, reply_bytes))
         asyncio_client = stack.enter_context(contextlib.closing(AsyncioEchoClient(echo, request_bytes)))
         contenders = {
-            "mambapool": timed(swapping(worker, count)),
+            "mambapool": swapping(worker, count),
             "naive daemon": timed(naive_call(naive, count)),
             "zmq.asyncio": asyncio_client.block,
         }

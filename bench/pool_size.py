@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from measuring.blocks import Contender, Runs, Samples, interleave, timed
+from measuring.blocks import Contender, Runs, Samples, interleave
 from measuring.cores import client_core, pinned, server_core
 from measuring.figures import Effort, Figure, run_script
 from measuring.processes import daemon
@@ -46,10 +46,10 @@ def swaps(sizes: Sequence[int]) -> Iterator[dict[str, Contender]]:
         contenders = {}
         for size in sizes:
             free = stack.enter_context(attached(directory, f"free-{size}", size))
-            contenders[f"alloc(1) with a free, {size} slots"] = timed(swapping(free, 1))
+            contenders[f"alloc(1) with a free, {size} slots"] = swapping(free, 1)
             used = stack.enter_context(attached(directory, f"used-{size}", size))
             use_all_but(SMALL, used)
-            contenders[f"group of {COUNT}, {size} slots"] = timed(swapping(used, COUNT))
+            contenders[f"group of {COUNT}, {size} slots"] = swapping(used, COUNT)
         yield contenders
 
 

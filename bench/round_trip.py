@@ -49,7 +49,7 @@ def one_run(count: int, effort: Effort) -> Samples:
         worker = stack.enter_context(connect(directory))
         hand_out_all(worker)
         bare = stack.enter_context(BareSession(directory))
-        contenders = {"mambapool": timed(swapping(worker, count)), "daemon alone": timed(bare.swapping(count))}
+        contenders = {"mambapool": swapping(worker, count), "daemon alone": timed(bare.swapping(count))}
         for name, server in ECHOES.items():
             endpoint = stack.enter_context(yardstick(server, core, reply_bytes))
             contenders[name] = timed(echo_call(endpoint, request_bytes))

@@ -11,6 +11,7 @@ from mambapool.pool.exits import EXIT_FAILED, exit_status
 from mambapool.pool.version import VERSION
 from mambapool.service.commands.allocator import allocator
 from mambapool.service.commands.audit import audit
+from mambapool.service.commands.bench import bench
 from mambapool.service.commands.evict import evict_command
 from mambapool.service.commands.geometry import geometry
 from mambapool.service.commands.keeper import keeper
@@ -56,5 +57,5 @@ def main() -> None:
         sys.exit(EXIT_FAILED)
 
 
-for _command in (serve, keeper, allocator, status, audit, evict_command, geometry, replay):
+for _command in (serve, keeper, allocator, status, audit, evict_command, geometry, replay, bench):
     command_line.add_command(_command)

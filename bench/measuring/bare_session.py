@@ -61,7 +61,7 @@ class BareSession:
         """Without waiting; so many requests, this one included, are not answered yet."""
         self.request += 1
         self.posted += frees is not None
-        oldest = self.request + 1 - open_requests
+        oldest = max(self.request + 1 - open_requests, 1)
         header = (protocol.ALLOC, self.number, self.request, self.epoch, self.posted, oldest)
         Socket.send(self.socket, self._pack((*header, count, frees, False)))
 

@@ -104,4 +104,4 @@ def test_the_queue_of_posted_frees_stays_short_without_any_other_call(worker: Wo
     for _ in range(2000):
         slot = granted(worker.allocator.alloc(1))
         worker.allocator.free(slot)
-    assert len(worker._transport.posted._queue) < 10
+    assert len(worker._transport.posted.queue) < 10
