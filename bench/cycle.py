@@ -1,7 +1,6 @@
 """Goal 7: a whole cycle against SGLang's in-process allocator: begin(B), B × alloc(1), B × free, end.
 
-Ours costs a message and a posted one, by another process that knows who has what; theirs copies its list at each free.
-``--plot FILE.png`` draws the cost per slot against B.
+Ours costs a message and a posted one, to another process that knows who has what; theirs copies its list at each free.
 """
 
 from __future__ import annotations

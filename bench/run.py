@@ -18,23 +18,36 @@ from measuring.figures import EXIT_SKIPPED, say
 
 HERE = Path(__file__).parent
 
-#: The scripts, and the goals that each of them measures. A script takes ``--quick``, prints a JSON list, and ends
-#: with status ``EXIT_SKIPPED``, and the reason on stderr, where it cannot measure.
-SCRIPTS: dict[str, tuple[int, ...]] = {
-    "round_trip": (1, 2),
-    "first_daemons": (3,),
-    "capacity": (4,),
-    "inside_window": (5,),
-    "slot_tensors": (6,),
-    "cycle": (7,),
-    "sglang_step": (8,),
-    "pool_size": (9,),
-    "available": (10,),
-    "start_up": (11,),
-    "bystander": (12,),
-}
 
-GOALS = sorted({goal for goals in SCRIPTS.values() for goal in goals})
+@dataclass(frozen=True, slots=True)
+class Script:
+    """``NAME.py`` prints a JSON list of figures.
+
+    Where it cannot measure it ends with status ``EXIT_SKIPPED``, or its list is empty; stderr says why.
+    """
+
+    name: str
+    goals: tuple[int, ...]
+    #: What makes it short.
+    quick: tuple[str, ...] = ("--quick",)
+
+
+SCRIPTS = (
+    Script("round_trip", (1, 2)),
+    Script("first_daemons", (3,)),
+    Script("capacity", (4,)),
+    Script("inside_window", (5,)),
+    Script("slot_tensors", (6,)),
+    Script("cycle", (7,)),
+    Script("sglang_step", (8,), quick=("--seconds", "2")),
+    Script("pool_size", (9,)),
+    Script("available", (10,)),
+    Script("start_up", (11,)),
+    Script("bystander", (12,)),
+    Script("groups", (), quick=()),
+)
+
+GOALS = sorted({goal for script in SCRIPTS for goal in script.goals})
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +61,17 @@ class Outcome:
 
 def main() -> int:
     arguments = _parse()
+    if arguments.plots:
+        import plots
+
+        plots.main()
+        return 0
     outcomes = {}
-    for name, goals in SCRIPTS.items():
-        if arguments.goal and not set(goals) & set(arguments.goal):
+    for script in SCRIPTS:
+        if arguments.goal and not set(script.goals) & set(arguments.goal):
             continue
-        say(f"{name}: goal{'s' if len(goals) > 1 else ''} {' and '.join(map(str, goals))}")
-        outcomes[name] = run(name, quick=arguments.quick)
+        say(f"{script.name} …")
+        outcomes[script.name] = run(script, quick=arguments.quick)
     figures = [
         figure
         for outcome in outcomes.values()
@@ -61,7 +79,8 @@ def main() -> int:
         if not arguments.goal or figure["goal"] in arguments.goal
     ]
     if arguments.as_json:
-        print(json.dumps(figures, ensure_ascii=False))
+        # What belongs to no numbered goal is for people.
+        print(json.dumps([figure for figure in figures if type(figure["goal"]) is int], ensure_ascii=False))
     else:
         from measuring.drawing import draw
 
@@ -75,12 +94,12 @@ def main() -> int:
     return int(missed or any(outcome.failed for outcome in outcomes.values()))
 
 
-def run(name: str, *, quick: bool) -> Outcome:
+def run(script: Script, *, quick: bool) -> Outcome:
     """Run one script; what it says on stderr is passed on line by line."""
-    script = HERE / f"{name}.py"
-    if not script.exists():
+    path = HERE / f"{script.name}.py"
+    if not path.exists():
         return Outcome(skipped="this checkout does not have it")
-    command = [sys.executable, str(script), *(["--quick"] if quick else [])]
+    command = [sys.executable, str(path), *(script.quick if quick else ())]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -92,9 +111,10 @@ def run(name: str, *, quick: bool) -> Outcome:
     if process.returncode:
         return Outcome(failed=f"exit status {process.returncode}: {last_line}")
     try:
-        return Outcome(tuple(json.loads(said)))
+        figures = tuple(json.loads(said))
     except ValueError:
         return Outcome(failed=f"it printed no JSON list: {said[:200]!r}")
+    return Outcome(figures) if figures else Outcome(skipped=last_line)
 
 
 def _pass_on(lines: IO[str]) -> str:
@@ -109,6 +129,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="mambapool bench", description=__doc__)
     parser.add_argument("--goal", type=int, action="append", choices=GOALS, metavar="N", help="only this goal")
     parser.add_argument("--quick", action="store_true", help="short, for CI: figures are not judged")
+    parser.add_argument("--plots", action="store_true", help="draw the pictures of the README instead")
     parser.add_argument("--json", dest="as_json", action="store_true", help="print the figures as JSON")
     return parser.parse_args()
 

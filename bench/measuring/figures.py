@@ -23,18 +23,15 @@ class Figure:
     limit: float
     better: Literal["lower", "higher"] = "lower"
 
-    @property
-    def met(self) -> bool:
-        return self.value <= self.limit if self.better == "lower" else self.value >= self.limit
-
     def to_json(self) -> dict[str, Any]:
+        value = round(self.value, 4)
         return {
             "goal": self.goal,
             "name": self.name,
-            "value": round(self.value, 4),
+            "value": value,
             "limit": self.limit,
             "better": self.better,
-            "met": self.met,
+            "met": value <= self.limit if self.better == "lower" else value >= self.limit,
         }
 
 

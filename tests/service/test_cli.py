@@ -22,6 +22,7 @@ COMMANDS = {
     "allocator": {"--pool", "--slots", "--dir"},
     "status": {"--dir", "--json"},
     "geometry": {"--model", "--tp-size", "--memory", "--json"},
+    "bench": {"--goal", "--quick", "--json"},
     "replay": {"TRACE", "--schedulers", "--route", "--track", "--step-ms", "--speed", "--dir", "--json"},
 }
 
