@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # One more than there are cores: tests wait for processes, sockets and clocks.
 JOBS ?= $(shell expr $$(nproc) + 1)
 
-.PHONY: demo test soak fuzz faults groups peers check format install clean force
+.PHONY: demo test soak fuzz faults groups peers bench check format install clean force
 .DEFAULT_GOAL := install
 
 demo: install  ## Daemon, 4 schedulers and a real trace, in a temporary directory
@@ -37,6 +37,9 @@ groups: install  ## Ranks over dying allocators, and beside a rival, in full siz
 peers: $(VENV)/peers  ## SGLang's own callers over this allocator, and a real Mamba-2 model; MUTANTS=1: wrong ones, too
 	$(BIN)/python tests/peers/run_callers.py
 	$(BIN)/python -m pytest tests/peers
+
+bench: install  ## Every figure of the README; BENCH=--quick for a short look, BENCH='--goal 7' for one
+	$(BIN)/mambapool bench $(BENCH)
 
 check: install  ## Lint and types
 	$(BIN)/ruff check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import struct
 import threading
 import time
 from typing import Any, SupportsIndex
@@ -13,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from mambapool.client.posted import Posted
-from mambapool.client.record import Record
+from mambapool.client.record import HELD, Record
 from mambapool.client.slot_tensors import SlotTensors
 from mambapool.client.transport import Transport
 from mambapool.pool import protocol
@@ -41,16 +42,20 @@ class SlotAllocator:
         self.device = device
         self._transport = transport
         self._posted = transport.posted
+        self._unapplied = transport.posted.queue
         self._refusals = transport.refusals
         self._table = table
         self._table_items = table.items
         self._row = transport.session["row"]
         self._applied = table.layout.session(self._row) + S_APPLIED
         self._limit: int = min(transport.session["limit"], self.size)
+        self._has_limit = self._limit < self.size
         #: How often clear() was called: an alloc that waited over one does not know what it has.
         self._clears = 0
         self._tensors = SlotTensors(self.size, torch.device(device))
         self._cached = self._tensors.cached
+        #: Empty where each free shall look whether a slot tensor was written into.
+        self._slot_by_id = {} if debug else self._tensors.slot_by_id
         self._record = Record(table, transport.number)
         self._marks = self._record.marks
         self._debug = debug
@@ -77,7 +82,7 @@ class SlotAllocator:
         limit. 0 while somebody waits for slots: they are theirs first.
         """
         # In this order: what is freed inside is posted before it is taken off its list.
-        if self._freed_inside or self._posted or self._unusable or self._refusals or self._limit < self.size:
+        if self._freed_inside or self._unapplied or self._unusable or self._refusals or self._has_limit:
             return self._available_with_pending()
         items = self._table_items
         return 0 if items[H_WAITING] else items[H_FREE_COUNT]
@@ -154,16 +159,19 @@ class SlotAllocator:
         Values are taken as they are at the call. Empty ones do nothing. A free that the allocator refuses is
         raised at this client's next call.
         """
-        slot = self._slot_of(free_index)
-        slots = [slot] if slot >= 0 else slot_ids(free_index, size=self._largest_id(), what="free")
+        slot = self._slot_by_id.get(id(free_index)) or self._slot_of(free_index)
+        slots = [slot] if slot > 0 else slot_ids(free_index, size=self._largest_id(), what="free")
         if self._unusable is not None or self._refusals:
             self._check_usable()
         if not slots:
             return
         with self._lock:
-            self._record.give_back(slots)
+            if slot > 0 and self._marks[slot] == HELD:
+                self._marks[slot] = 0
+            else:
+                self._record.give_back(slots)
             self._take_back(slots)
-        if self._posted:
+        if self._unapplied and not self._window_open:
             self._transport.flush()
             self._forget_applied()
 
@@ -280,6 +288,7 @@ class SlotAllocator:
         if self._window_open:
             self._close_window(protocol.END)
             self._transport.flush()
+            self._forget_applied()
 
     def _take_freed(self) -> Posted | None:
         """What was freed inside an open window, for a request to carry."""
@@ -413,8 +422,7 @@ def packed(slots: list[int]) -> int | bytes:
 
 
 def packed_ids(slots: list[int]) -> bytes:
-    ids: bytes = np.array(slots, "<i4").tobytes()
-    return ids
+    return struct.pack(f"<{len(slots)}i", *slots)  # from a list, three times faster than numpy
 
 
 def drain(window: list[int]) -> list[int]:

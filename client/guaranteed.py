@@ -60,12 +60,10 @@ class GuaranteedAllocator(SlotAllocator):
             protocol.check_tag(tag)
         if need_size == 1:
             try:
-                slot = self._window.pop()
+                # Looked at first: an exception takes longer than all of this. Another thread may still be faster.
+                slot = self._window.pop() if self._window else self._list.popleft()
             except IndexError:
-                try:
-                    slot = self._list.popleft()
-                except IndexError:
-                    return self._alloc_more(need_size, timeout)
+                return self._alloc_more(need_size, timeout)
             self._marks[slot] = 1
             return self._cached[slot]
         return self._alloc_more(need_size, timeout)
@@ -114,9 +112,8 @@ class GuaranteedAllocator(SlotAllocator):
 
     def _take_back(self, slots: list[int]) -> None:
         """Under the lock: freed slots, in call order."""
-        transferred = [slot for slot in slots if slot not in self._guaranteed]
-        if transferred:
-            self._give_transferred(transferred)
+        if not self._guaranteed.issuperset(slots):
+            self._give_transferred([slot for slot in slots if slot not in self._guaranteed])
             slots = [slot for slot in slots if slot in self._guaranteed]
         self._list.extend(slots)
 

@@ -28,7 +28,8 @@ class PostedQueue:
 
     def __init__(self, applied: int) -> None:
         self._lock = threading.Lock()
-        self._queue: deque[Posted] = deque()
+        #: What is not known to be applied yet, oldest first. Read by anybody, changed here.
+        self.queue: deque[Posted] = deque()
         self._slots = 0
         #: Number of the last message that was posted.
         self.last = applied
@@ -37,13 +38,13 @@ class PostedQueue:
 
     def __bool__(self) -> bool:
         """Whether something may be not applied yet."""
-        return bool(self._queue)
+        return bool(self.queue)
 
     def append(self, op: int, argument: int | bytes | list[int] | None, slots: int) -> Posted:
         """Number a message and keep it."""
         with self._lock:
             message = Posted(self.last + 1, op, argument, slots)
-            self._queue.append(message)
+            self.queue.append(message)
             self._slots += slots
             self.last = message.number
         return message
@@ -54,7 +55,7 @@ class PostedQueue:
             return []
         with self._lock:
             # From the end, so that what is sent and not yet applied costs nothing.
-            unsent = list(itertools.takewhile(lambda message: message.number > self.sent, reversed(self._queue)))
+            unsent = list(itertools.takewhile(lambda message: message.number > self.sent, reversed(self.queue)))
         unsent.reverse()
         return unsent
 
@@ -66,6 +67,6 @@ class PostedQueue:
     def forget_applied(self, applied: int) -> int:
         """Drop what the allocator has applied; returns how many slots the rest will make free."""
         with self._lock:
-            while self._queue and self._queue[0].number <= applied:
-                self._slots -= self._queue.popleft().slots
+            while self.queue and self.queue[0].number <= applied:
+                self._slots -= self.queue.popleft().slots
             return self._slots

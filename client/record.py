@@ -64,8 +64,10 @@ class Record:
     def _change(self, slots: list[int], mark: int) -> None:
         marks = self.marks
         if len(slots) <= SMALL_BATCH:
-            if any(marks[slot] != HELD for slot in slots):
-                self._refuse_unless_back(slots)
+            for slot in slots:
+                if marks[slot] != HELD:
+                    self._refuse_unless_back(slots)
+                    break
             for slot in slots:
                 marks[slot] = mark
         else:

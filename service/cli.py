@@ -11,6 +11,7 @@ from mambapool.pool.exits import EXIT_FAILED, exit_status
 from mambapool.pool.version import VERSION
 from mambapool.service.commands.allocator import allocator
 from mambapool.service.commands.audit import audit
+from mambapool.service.commands.bench import bench
 from mambapool.service.commands.completion import PROGRAM, VARIABLE, completion
 from mambapool.service.commands.config import config
 from mambapool.service.commands.evict import evict_command
@@ -58,5 +59,17 @@ def main() -> None:
         sys.exit(EXIT_FAILED)
 
 
-for _command in (serve, keeper, allocator, status, audit, evict_command, geometry, replay, config, completion):
+for _command in (
+    serve,
+    keeper,
+    allocator,
+    status,
+    audit,
+    evict_command,
+    geometry,
+    replay,
+    bench,
+    config,
+    completion,
+):
     command_line.add_command(_command)

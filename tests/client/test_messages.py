@@ -105,7 +105,7 @@ def test_the_queue_of_posted_frees_stays_short_without_any_other_call(worker: Wo
     for _ in range(2000):
         slot = granted(worker.allocator.alloc(1))
         worker.allocator.free(slot)
-    assert len(worker._transport.posted._queue) < 10
+    assert len(worker._transport.posted.queue) < 10
 
 
 def test_saying_that_one_lives_is_no_message_that_a_call_costs(worker: Worker, sent: Meter) -> None:

@@ -23,6 +23,7 @@ COMMANDS = {
     "status": {"--dir", "--json"},
     "audit": {"--older-than", "--dir", "--json"},
     "geometry": {"--model", "--tp-size", "--memory", "--json"},
+    "bench": {"--goal", "--quick", "--json"},
     "replay": {"TRACE", "--schedulers", "--route", "--track", "--step-ms", "--speed", "--plot", "--dir", "--json"},
     "config show": {"--pool", "--slots", "--config", "--max-waiters", "--dir", "--json"},
     "completion": set[str](),

@@ -1,0 +1,1 @@
+"""How the figures of ``bench/`` are measured: pinned, interleaved, as ratios."""

@@ -1,0 +1,1 @@
+"""What the figures of ``bench/`` are compared with. Each server is a process of its own."""
