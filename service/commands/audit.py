@@ -15,7 +15,7 @@ from mambapool.service.options import DURATION, dir_option, json_option, option
 
 @click.command(
     cls=Command,
-    short_help="Check every slot of a running daemon; list who holds what for how long.",
+    short_help="Check every slot; list who holds what for how long.",
     examples=[
         ("mambapool audit", "every slot, and who holds what"),
         ("mambapool audit --older-than 10m", "what may have leaked"),

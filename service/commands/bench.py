@@ -17,7 +17,7 @@ from mambapool.service.options import json_option, option
 
 @click.command(
     cls=Command,
-    short_help="Measure every figure of the README, in a checkout.",
+    short_help="Measure every figure of the README.",
     examples=[
         ("mambapool bench", "all figures, with the goals that they have"),
         ("mambapool bench --goal 7 --json", "one of them, for a script"),
