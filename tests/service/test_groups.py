@@ -116,7 +116,8 @@ def test_a_rank_that_differs_leaves_nothing(engine: Engine, limit: int | None) -
     engine.hello(0, limit=12)
     different: dict[str, Any]
     for different in ({"world_size": 2}, {"limit": 11}, {"limit": limit, "guarantee": 2}):
-        reply = engine.hello(1, **{"limit": 12, **different})
+        options: dict[str, Any] = {"limit": 12, **different}
+        reply = engine.hello(1, **options)
         assert reply[2] == protocol.GEOMETRY_MISMATCH
         assert "rank 0 (rank-0, session 1, pid 4310)" in reply[3]
     assert len(engine.pool.sessions) == 1
