@@ -294,3 +294,29 @@ def test_a_limit_counts_what_is_in_limbo_as_available(pool: FreshPool) -> None:
     second.allocator.free(torch.tensor([1, 2, 3]))
     assert second.allocator.available_size() == 5
     assert len(ids(second.allocator.alloc(5))) == 5
+
+
+def test_rank_0_waits_before_it_overwrites_answers_that_are_unread(fresh_pool: FreshPoolFactory) -> None:
+    pool = fresh_pool(300)
+    first, second = join(pool, 2, timeout=30.0)
+    calls = 40  # of 300 slots each: more than the page has room for
+
+    def run(rank: Worker) -> list[list[int]]:
+        answers = []
+        for _ in range(calls):
+            answers.append(ids(rank.allocator.alloc(300)))
+            rank.allocator.free(torch.tensor(answers[-1][::-1]))
+        return answers
+
+    answers: list[list[list[int]]] = []
+    leading = threading.Thread(target=lambda: answers.append(run(first)))
+    leading.start()
+    group = first.allocator._group  # type: ignore[attr-defined]
+    room = group.page.layout.data_items // 300
+    wait_until(lambda: group.position >= 2 * room, "there is no more room")
+    leading.join(0.2)
+    assert leading.is_alive()
+    assert group.position < 2 * calls
+    answers.append(run(second))
+    leading.join()
+    assert answers[0] == answers[1]

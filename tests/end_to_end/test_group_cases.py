@@ -130,13 +130,13 @@ def test_what_looked_free_and_was_taken_is_none_on_every_rank(
             }
             ranks.append(children.start(_CHECK_THEN_ACT, json.dumps([str(pool.daemon.dir), options, engine])))
     assert {rank.hear() for rank in ranks} == {"attached"}
-    for rank in ranks:
-        rank.say("go")
+    for child in ranks:
+        child.say("go")
     told = [json.loads(rank.hear()) for rank in ranks]
     assert told[::2] == told[1::2]
     assert sum(nothing for nothing, _ in told[::2]) >= 5
-    for rank in ranks:
-        assert rank.wait() == 0
+    for child in ranks:
+        assert child.wait() == 0
     all_free(pool)
 
 
