@@ -44,7 +44,7 @@ SCRIPTS = (
     Script("available", (10,)),
     Script("start_up", (11,)),
     Script("bystander", (12,)),
-    Script("groups", (), quick=()),
+    Script("group_overhead", (), quick=()),
 )
 
 GOALS = sorted({goal for script in SCRIPTS for goal in script.goals})
