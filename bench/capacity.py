@@ -7,9 +7,10 @@ requests under way, so that the daemon never waits. Rates of time slices that fo
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from measuring.bare_session import BareSession
@@ -32,37 +33,48 @@ PIPELINED_LIMIT = 0.40
 
 SLICE_S = 0.1
 
+#: In all slices of a run.
+MOST_PIPELINED_CALLS = 300_000
+#: A refusal says in words what is wrong.
+SHORTEST_REFUSAL_BYTES = 40
+
 
 def measure(effort: Effort) -> list[Figure]:
     import torch  # noqa: F401  once, before processes are forked
 
     slices = 5 if effort.quick else 25
-    runs = [one_run(slices) for _ in range(effort.runs)]
-    closed, pipelined = (statistics.median(run[kind] for run in runs) for kind in (0, 1))
+    closed = statistics.median(closed_loop(slices) for _ in range(effort.runs))
+    pipelined = statistics.median(saturated(slices) for _ in range(effort.runs))
     return [
         Figure(4, f"{CLIENTS} clients, closed loop, × rate of raw echo", closed, CLOSED_LOOP_LIMIT, "higher"),
         Figure(4, "pipelined generator, × rate of raw echo", pipelined, PIPELINED_LIMIT, "higher"),
     ]
 
 
-def one_run(slices: int) -> tuple[float, float]:
-    core = server_core("same")
+def closed_loop(slices: int) -> float:
+    """All on one core."""
+    with servers(server_core("same")) as (directory, echo, request_bytes):
+        ours = Crew(CLIENTS, lambda: real_client(directory), client_core())
+        theirs = Crew(CLIENTS, lambda: echo_call(echo, request_bytes), client_core())
+        with ours, theirs:
+            return compare("closed loop", ours, theirs, slices)
+
+
+def saturated(slices: int) -> float:
+    """The servers have a core of their own, and are all that it has to do."""
+    with servers(server_core("diff")) as (directory, echo, request_bytes):
+        ours = Crew(1, lambda: pipelined_session(directory), client_core())
+        theirs = Crew(1, lambda: pipelined_echo(echo, request_bytes), client_core())
+        with ours, theirs:
+            return compare("pipelined", ours, theirs, slices)
+
+
+@contextlib.contextmanager
+def servers(core: int) -> Iterator[tuple[Path, str, int]]:
+    """The daemon's directory, the echo's endpoint, and the bytes of a request."""
     request_bytes, reply_bytes = message_sizes(1)
-    with contextlib.ExitStack() as stack:
-        directory = stack.enter_context(daemon(core, "--slots", str(SLOTS)))
-        echo = stack.enter_context(yardstick("raw_echo", core, reply_bytes))
-
-        def crew(size: int, make_call: Callable[[], Callable[[], object]]) -> Crew:
-            return stack.enter_context(Crew(size, make_call, client_core()))
-
-        clients = crew(CLIENTS, lambda: real_client(directory))
-        echo_clients = crew(CLIENTS, lambda: echo_call(echo, request_bytes))
-        generator = crew(1, lambda: pipelined_session(directory))
-        echo_generator = crew(1, lambda: pipelined_echo(echo, request_bytes))
-        return (
-            compare("closed loop", clients, echo_clients, slices),
-            compare("pipelined", generator, echo_generator, slices),
-        )
+    with daemon(core, "--slots", str(SLOTS)) as directory, yardstick("raw_echo", core, reply_bytes) as echo:
+        yield directory, echo, request_bytes
 
 
 def compare(name: str, ours: Crew, theirs: Crew, slices: int) -> float:
@@ -85,13 +97,24 @@ def real_client(directory: Path) -> Callable[[], object]:
 
 
 def pipelined_session(directory: Path) -> Callable[[], object]:
-    """Each call takes one reply and sends the next request, which gives that slot back."""
+    """Each call takes one reply and sends the next request, which gives that reply's slot back.
+
+    All requests are packed before, so that the generator does no more than that of the echo: first come, first
+    served, the k-th request gets slot k, and after the last one the first again.
+    """
     session = BareSession(directory)
     for _ in range(IN_FLIGHT):
-        session.send_swap(1, None, open_requests=IN_FLIGHT)
+        session.send_swap(1, None)
+    slots = itertools.cycle(range(1, SLOTS + 1))
+    bodies = iter(
+        [session.packed_swap(1, next(slots), open_requests=IN_FLIGHT) for _ in range(MOST_PIPELINED_CALLS)]
+    )
+    receive, send = Socket.recv, Socket.send
 
     def call() -> None:
-        session.send_swap(1, session.receive_ids(), open_requests=IN_FLIGHT)
+        reply = receive(session.socket)
+        assert len(reply) < SHORTEST_REFUSAL_BYTES, reply
+        send(session.socket, next(bodies))
 
     return call
 

@@ -57,13 +57,18 @@ class BareSession:
 
         return call
 
-    def send_swap(self, count: int, frees: int | bytes | None, *, open_requests: int = 1) -> None:
-        """Without waiting; so many requests, this one included, are not answered yet."""
+    def send_swap(self, count: int, frees: int | bytes | None) -> None:
+        """Without waiting."""
+        Socket.send(self.socket, self.packed_swap(count, frees))
+
+    def packed_swap(self, count: int, frees: int | bytes | None, *, open_requests: int = 1) -> bytes:
+        """The next request; when it is sent, so many, it included, are not answered yet."""
         self.request += 1
         self.posted += frees is not None
         oldest = max(self.request + 1 - open_requests, 1)
         header = (protocol.ALLOC, self.number, self.request, self.epoch, self.posted, oldest)
-        Socket.send(self.socket, self._pack((*header, count, frees, False)))
+        body: bytes = self._pack((*header, count, frees, False))
+        return body
 
     def receive_ids(self) -> Any:
         reply = self._reply()
