@@ -36,11 +36,17 @@ class Pipes:
 class Zygote:
     """Starts scripts. Ends when it is closed, or when the process that made it ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: dict[str, str] | None = None) -> None:
+        """``environment``, on top of this process's, is that of all scripts."""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, __file__, str(theirs.fileno())]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **(environment or {})},
+            )
 
     def start(self, source: str, arguments: tuple[object, ...], environment: dict[str, str]) -> Pipes:
         """Run ``source`` with ``sys.argv[1:]`` = ``arguments`` and ``environment`` on top of this one's."""
