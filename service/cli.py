@@ -140,7 +140,7 @@ def keeper(
         raise ConfigError("a keeper needs --model or --state: it keeps the memory of states")
     place = RuntimeDir.for_server(directory).path
     keep(
-        KeeperConfig(place, pool, rank, tp_size, slots, config.geometry),
+        KeeperConfig(place, pool, rank, tp_size, slots, config.geometry, device=device),
         lambda _: click.echo(f"mambapool ready: keeper of {pool}, rank {rank} of {tp_size}, in {place}"),
     )
 
@@ -327,14 +327,13 @@ def _one_pool(
     name: str, slots: int | None, model: str | None, states: tuple[str, ...], tp_size: int, device: str
 ) -> tuple[PoolConfig, ...]:
     """The pool that flags describe; none without --slots."""
-    from mambapool.service.config_file import check_device, pool_config
+    from mambapool.service.config_file import pool_config
 
-    check_device(device)
     if slots is None:
         if model or states:
             raise ConfigError("--model and --state need --slots N: how many states to keep")
         return ()
-    return (pool_config(name, slots, model, states, tp_size),)
+    return (pool_config(name, slots, model, states, tp_size, device),)
 
 
 def _say_ready(pools: tuple[PoolConfig, ...]) -> Any:

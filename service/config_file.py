@@ -43,7 +43,9 @@ class FileSettings:
     pools: tuple[PoolConfig, ...]
 
 
-def pool_config(name: str, slots: int, model: str | None, states: tuple[str, ...], tp_size: int) -> PoolConfig:
+def pool_config(
+    name: str, slots: int, model: str | None, states: tuple[str, ...], tp_size: int, device: str = "cpu"
+) -> PoolConfig:
     """A pool as flags or a file describe it: by a model, by tensors, or by neither (allocator-only)."""
     if model and states:
         raise ConfigError(f"pool {name}: --model and --state both say what a state is; pass one of them")
@@ -52,16 +54,7 @@ def pool_config(name: str, slots: int, model: str | None, states: tuple[str, ...
         geometry = state_shape(load_model_config(model), tp_size).geometry()
     elif states:
         geometry = Geometry(tuple(TensorSpec.parse(state) for state in states))
-    return PoolConfig(name, slots, geometry, tp_size)
-
-
-def check_device(device: str) -> None:
-    if device == "cuda":
-        raise ConfigError(
-            "--device cuda: this version keeps states in shared memory of the host; use --device cpu"
-        )
-    if device != "cpu":
-        raise ConfigError(f"device {device!r}: expected cpu")
+    return PoolConfig(name, slots, geometry, tp_size, device)
 
 
 def read_config_file(path: str, flags: Mapping[str, Any]) -> FileSettings:
@@ -127,9 +120,13 @@ def _pool(entry: dict[str, Any], where: str) -> PoolConfig:
     if not all(isinstance(state, str) for state in states):
         raise ConfigError(f"{where}: state must be a list of texts like conv=bfloat16:4x96x3")
     try:
-        check_device(entry.get("device", "cpu"))
         return pool_config(
-            entry["pool"], entry["slots"], entry.get("model"), tuple(states), entry.get("tp-size", 1)
+            entry["pool"],
+            entry["slots"],
+            entry.get("model"),
+            tuple(states),
+            entry.get("tp-size", 1),
+            entry.get("device", "cpu"),
         )
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error

@@ -122,7 +122,7 @@ def pool_options(*, required_slots: bool, slots_help: str) -> Callable[[F], F]:
             type=click.Choice(["cpu", "cuda"]),
             default="cpu",
             show_default=True,
-            help="Where the states live: cpu is shared memory of this host.",
+            help="Where the states live: cpu is shared memory of this host; with cuda each rank has a GPU.",
         ),
     )
 

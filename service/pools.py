@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mambapool.pool import slot_table as st
+from mambapool.pool.descriptor import SHM
 from mambapool.pool.errors import AllocatorUnavailable, GuaranteeExceeded, InvalidSlots, NotHolder
 from mambapool.pool.layout import Geometry
 from mambapool.service.ledger import Ids, Ledger
@@ -18,10 +19,11 @@ from mambapool.service.waiting import WaitQueue
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Where one rank's memory is had: the keeper's socket in the runtime directory, and its uuid."""
+    """Where one rank's memory is had: the keeper's socket in the runtime directory, its uuid, what it is."""
 
     socket_name: str
     uuid: bytes
+    backend: str = SHM
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,11 @@ class Pool:
 
     def __repr__(self) -> str:
         return f"Pool({self.name!r}, {self.ledger!r}, sessions={len(self.sessions)})"
+
+    @property
+    def backend(self) -> str | None:
+        """What the states are kept in; None without any. All shards of a pool are of one kind."""
+        return self.shards[0].backend if self.shards else None
 
     def attach(self, session: Session) -> None:
         """Enter a new session, whose row was taken from :attr:`rows`."""
@@ -295,7 +302,7 @@ class Pool:
             "waiting": self.waiting.slots,
             "lost": self.lost,
             "bytes_per_slot": self.geometry.bytes_per_slot if self.geometry else 0,
-            "backend": "shm" if self.shards else None,
+            "backend": self.backend,
             "shards": len(self.shards),
             "holders": holders,
         }

@@ -203,7 +203,11 @@ def _check_paths(directory: RuntimeDir, pools: tuple[PoolConfig, ...]) -> None:
 
 def _check_memory(pools: tuple[PoolConfig, ...]) -> None:
     """All shards together, before the first is made: each keeper alone might still find room."""
-    needed = sum(pool.geometry.place(pool.slots).size_bytes * pool.shards for pool in pools if pool.geometry)
+    needed = sum(
+        pool.geometry.place(pool.slots).size_bytes * pool.shards
+        for pool in pools
+        if pool.geometry and pool.device == "cpu"
+    )
     if needed:
         check_available(needed, "keeping all shards")
 
@@ -266,6 +270,7 @@ def _start_keeper(directory: Path, pool: PoolConfig, rank: int) -> Child:
         slots=pool.slots,
         geometry=pool.geometry,
         parent_pid=os.getpid(),
+        device=pool.device,
     )
     return Child.start(
         f"keeper of pool {pool.name} rank {rank}",

@@ -96,7 +96,7 @@ def test_the_path_of_a_model_is_relative_to_the_file(read: Read, tmp_path: Path)
         ("[[pool]]\nslots = 3\ntp-size = 2", "--tp-size needs --model or --state"),
         ("[[pool]]\nslots = 3\ntp_size = 2", "unknown key 'tp_size'"),
         ('[[pool]]\nslots = 3\npool = "A"', "pool name 'A'"),
-        ('[[pool]]\nslots = 3\ndevice = "cuda"', "--device cuda"),
+        ('[[pool]]\nslots = 3\ndevice = "cuda"', "--device cuda needs --model or --state"),
         ('[[pool]]\nslots = 3\ndevice = "tpu"', "device 'tpu'"),
         ("max-sessions = 'many'", "max-sessions must be a whole number, not 'many'"),
         ("max-waiters = 1.5", "max-waiters must be a whole number, not 1.5"),

@@ -19,7 +19,7 @@ from zygote import Zygote
 _SIM = Path(__file__).parent.parent / "sim_cuda"
 _BUILD = Path(__file__).parent.parent.parent / "build" / "sim_cuda"
 
-_FLAGS = "-std=gnu11 -O1 -g -Wall -Wextra -Wno-unused-result -fvisibility=hidden -fPIC -shared".split()
+_FLAGS = ["-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Wno-unused-result", "-fvisibility=hidden", "-fPIC"]
 
 
 def why_not() -> str | None:
@@ -41,7 +41,17 @@ def _built() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         draft = folder / f".{os.getpid()}"
         files = [str(source) for source in sources if source.suffix == ".c"]
-        command = ["gcc", *_FLAGS, "-Wl,-soname,libcuda.so.1", "-o", str(draft), *files, "-lpthread", "-ldl"]
+        command = [
+            "gcc",
+            *_FLAGS,
+            "-shared",
+            "-Wl,-soname,libcuda.so.1",
+            "-o",
+            str(draft),
+            *files,
+            "-lpthread",
+            "-ldl",
+        ]
         subprocess.run(command, check=True)
         draft.rename(library)  # other test processes build it too
     return folder

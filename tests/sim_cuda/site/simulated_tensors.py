@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from typing import Any
 
 import torch
 
@@ -16,8 +17,9 @@ def _driver() -> ctypes.CDLL:
 
 
 def wrap(address: int, size_bytes: int, ordinal: int, owner: object) -> torch.Tensor:
-    block = type("_Block", (ctypes.c_uint8 * size_bytes,), {}).from_address(address)
-    block.owner = owner
+    kind: Any = type("_Block", (ctypes.c_uint8 * size_bytes,), {})
+    block = kind.from_address(address)
+    block.owner = owner  # for as long as there is a tensor over it
     return torch.frombuffer(block, dtype=torch.uint8)
 
 

@@ -6,6 +6,7 @@ about pointers to device memory, is all that is replaced, by ``simulated_tensors
 
 import importlib.util
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 _REPLACED = "mambapool.pool.cuda_tensors"
@@ -13,7 +14,7 @@ _REPLACED = "mambapool.pool.cuda_tensors"
 
 class _Finder:
     @staticmethod
-    def find_spec(name, path=None, target=None):
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if name != _REPLACED:
             return None
         return importlib.util.spec_from_file_location(name, Path(__file__).with_name("simulated_tensors.py"))
