@@ -32,7 +32,14 @@ class SlotAllocator:
     views: clone one before writing into it.
     """
 
-    def __init__(self, transport: Transport, device: torch.device | str, *, debug: bool = False) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        device: torch.device | str,
+        *,
+        tensors: SlotTensors | None = None,
+        debug: bool = False,
+    ) -> None:
         table = transport.table
         #: Slots of the pool; ids are 1..size.
         self.size = table.layout.slots
@@ -48,7 +55,7 @@ class SlotAllocator:
         self._limit: int = min(transport.session["limit"], self.size)
         #: How often clear() was called: an alloc that waited over one does not know what it has.
         self._clears = 0
-        self._tensors = SlotTensors(self.size, torch.device(device))
+        self._tensors = tensors or SlotTensors(self.size, torch.device(device))
         self._cached = self._tensors.cached
         self._record = Record(table, transport.number)
         self._marks = self._record.marks
@@ -96,7 +103,7 @@ class SlotAllocator:
             free = self._transport.settle()
             with self._lock:
                 ids = np.concatenate((free, np.array(self._freed_inside, np.int64)))
-        return torch.from_numpy(ids).to(self.device)
+        return self._tensors.copy_of(ids)
 
     def alloc(self, need_size: SupportsIndex, timeout: float | None = None) -> torch.Tensor | None:
         """``need_size`` slots as an int64 tensor of shape ``(need_size,)``, or None: not so many are free.
@@ -190,7 +197,7 @@ class SlotAllocator:
         """These became this client's by a transfer: as the tensor that ``alloc`` would return."""
         with self._lock:
             self._record.hold(slots)
-        return torch.tensor(slots, dtype=torch.int64, device=self.device)
+        return self._tensors.copy_of(slots)
 
     def offer(self, slots: list[int]) -> None:
         """These are offered to another session: not to be freed from now on."""
@@ -215,7 +222,7 @@ class SlotAllocator:
         with self._calls:
             self._check_usable()
             if count == 0:
-                return torch.empty(0, dtype=torch.int64, device=self.device)
+                return self._tensors.copy_of([])
             if count > self.size:
                 return None
             with self._lock:
@@ -227,7 +234,7 @@ class SlotAllocator:
         """Not under the lock of calls: other threads free, and so on, while this one waits."""
         self._check_usable()
         if not 0 < count <= self.size:
-            return None if count else torch.empty(0, dtype=torch.int64, device=self.device)
+            return None if count else self._tensors.copy_of([])
         with self._lock:
             clears = self._clears
             carried = self._post_freed(protocol.FREE)
@@ -254,7 +261,7 @@ class SlotAllocator:
         ids = protocol.unpack_ids(slots)
         with contextlib.nullcontext() if locked else self._lock:
             self._record.hold(ids.tolist())
-        return torch.from_numpy(ids.astype(np.int64)).to(self.device)
+        return self._tensors.copy_of(ids)
 
     def _ask(self, op: int, carried: Posted | None, count: int, *more: Any) -> list[Any]:
         """A request that carries along what was freed; raises what the allocator refused before it."""

@@ -25,7 +25,7 @@ from mambapool.pool.errors import (
     PoolLost,
     ProtocolError,
 )
-from mambapool.pool.handover import receive_block
+from mambapool.pool.handover import receive_shard
 from mambapool.pool.runtime_dir import RuntimeDir, candidates, check_pool_name
 from mambapool.pool.slot_table import H_LOST
 
@@ -33,10 +33,14 @@ if TYPE_CHECKING:
     import torch
 
     from mambapool.client.allocator import SlotAllocator
+    from mambapool.client.device_slots import DeviceSlotTensors
     from mambapool.pool.state_pool import StatePool
 
 #: close() waits so long at most for the allocator to say goodbye.
 CLOSE_S = 1.0
+
+#: Ids that only a GPU knows have a cell each: one per slot in the list, one in use, and those just freed.
+_SPARE_CELLS = 1024
 
 #: How often connect() looks whether a daemon has come up.
 _LOOK_S = 0.02
@@ -133,8 +137,9 @@ class Worker:
         if session["shards"]:
             self._pool = _attach_shard(directory, session["shards"], rank, device, deadline)
         debug = os.environ.get("MAMBAPOOL_DEBUG", "") not in ("", "0")
+        tensors = _device_slot_tensors(device, self._pool, session["slots"])
         kind = GuaranteedAllocator if session["guarantee"] else SlotAllocator
-        self.allocator: SlotAllocator = kind(transport, device, debug=debug)
+        self.allocator: SlotAllocator = kind(transport, device, tensors=tensors, debug=debug)
         self._transfers = Transfers(transport, self.allocator)
         transport.on_end = self.allocator.disable
         background().add(transport)
@@ -230,6 +235,10 @@ def _check_device(device: str | torch.device) -> None:
     import torch
 
     try:
+        if torch.device(device).type == "cuda":
+            from mambapool.client import gpu
+
+            return gpu.check_device(torch.device(device))
         torch.empty(0, device=device)
     except (AssertionError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
@@ -259,16 +268,36 @@ def _attach_shard(
     from mambapool.pool.state_pool import StatePool
 
     socket_name, uuid = shards[rank]
-    descriptor, fd = receive_block(directory.path / socket_name, max(deadline - time.monotonic(), 0.1))
+    descriptor, fd = receive_shard(directory.path / socket_name, max(deadline - time.monotonic(), 0.1))
     try:
         if descriptor.uuid != uuid:
             raise ProtocolError(
                 f"{socket_name} keeps other memory than the allocator knows: its keeper was restarted; "
                 "restart the allocator too"
             )
-        return StatePool.attach(descriptor, fd, device)
+        if fd is not None:
+            return StatePool.attach(descriptor, fd, device)
+        from mambapool.pool.cuda_states import CudaStatePool
+
+        return CudaStatePool.open(descriptor)
     finally:
-        os.close(fd)
+        if fd is not None:
+            os.close(fd)
+
+
+def _device_slot_tensors(
+    device: str | torch.device, pool: StatePool | None, slots: int
+) -> DeviceSlotTensors | None:
+    import torch
+
+    if torch.device(device).type != "cuda":
+        return None
+    from mambapool.client import gpu
+    from mambapool.client.device_slots import DeviceSlotTensors
+
+    context = gpu.context_of(torch.device(device), pool)
+    assert context is not None
+    return DeviceSlotTensors(slots, context, cells=2 * slots + _SPARE_CELLS)
 
 
 def _expectations(

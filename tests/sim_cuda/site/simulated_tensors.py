@@ -33,3 +33,7 @@ def current_stream(ordinal: int) -> int:
 
 def is_capturing() -> bool:
     return bool(_driver().simIsCapturing())
+
+
+def current_device() -> int:
+    return 0

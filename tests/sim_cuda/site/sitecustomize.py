@@ -1,6 +1,6 @@
 """Run by every Python of a test on the simulated driver: puts torch's part of it in place.
 
-The build of torch that tests have knows no CUDA. ``mambapool.pool.cuda_tensors``, four functions that ask torch
+The build of torch that tests have knows no CUDA. ``mambapool.pool.cuda_tensors``, five functions that ask torch
 about pointers to device memory, is all that is replaced, by ``simulated_tensors.py`` beside this file.
 """
 
