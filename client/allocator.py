@@ -32,6 +32,9 @@ class SlotAllocator:
     views: clone one before writing into it.
     """
 
+    #: Whether slots are offered by :meth:`offer_later`, when a GPU is done with them.
+    offers_later = False
+
     def __init__(
         self,
         transport: Transport,
@@ -57,7 +60,7 @@ class SlotAllocator:
         self._clears = 0
         self._tensors = tensors or SlotTensors(self.size, torch.device(device))
         self._cached = self._tensors.cached
-        self._record = Record(table, transport.number)
+        self._record = Record(table, transport.number, len(self._cached) - self.size - 1)
         self._marks = self._record.marks
         self._debug = debug
         #: The open window's slots that alloc(1) has not handed out, next one last.
@@ -151,11 +154,11 @@ class SlotAllocator:
             self._check_usable()
             self._end()
 
-    def free(self, free_index: torch.Tensor) -> None:
+    def free(self, free_index: torch.Tensor, after: Any = None) -> None:
         """Give slots back: an integer tensor of one dimension or none, or a list of ints. Never waits.
 
         Values are taken as they are at the call. Empty ones do nothing. A free that the allocator refuses is
-        raised at this client's next call.
+        raised at this client's next call. ``after`` is for GPUs: memory of the host has no work under way.
         """
         slot = self._slot_of(free_index)
         slots = [slot] if slot >= 0 else slot_ids(free_index, size=self._largest_id(), what="free")
@@ -204,6 +207,10 @@ class SlotAllocator:
         self._check_usable()
         with self._lock:
             self._record.offer(slots)
+
+    def offer_later(self, slots: torch.Tensor, receiver: int) -> None:
+        """Offer slots to another session without waiting; only if :attr:`offers_later`."""
+        raise NotImplementedError
 
     def _largest_id(self) -> int:
         return self.size

@@ -26,8 +26,11 @@ class Transfers:
         """Offer ``slots`` to another session; they stay this one's, but cannot be freed, until it accepts.
 
         When the allocator does not answer, the offer may have been made or not: whether a slot is still ours,
-        the slot table tells when it is freed.
+        the slot table tells when it is freed. On a GPU the offer is made later, when nothing writes to them.
         """
+        if self._allocator.offers_later:
+            self._allocator.offer_later(slots, receiver)
+            return
         ids = slot_ids(slots, size=self._size, what="transfer")
         if not ids:
             raise InvalidSlots("transfer: no slots were passed")

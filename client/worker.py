@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     import torch
 
     from mambapool.client.allocator import SlotAllocator
-    from mambapool.client.device_slots import DeviceSlotTensors
+    from mambapool.client.fenced import Fenced
+    from mambapool.client.fences import Fences
     from mambapool.pool.state_pool import StatePool
 
 #: close() waits so long at most for the allocator to say goodbye.
@@ -137,9 +138,16 @@ class Worker:
         if session["shards"]:
             self._pool = _attach_shard(directory, session["shards"], rank, device, deadline)
         debug = os.environ.get("MAMBAPOOL_DEBUG", "") not in ("", "0")
-        tensors = _device_slot_tensors(device, self._pool, session["slots"])
-        kind = GuaranteedAllocator if session["guarantee"] else SlotAllocator
-        self.allocator: SlotAllocator = kind(transport, device, tensors=tensors, debug=debug)
+        #: Of a session on a GPU: how far this process's work there is, see :mod:`mambapool.client.fences`.
+        self.fences: Fences | None = None
+        self.allocator: SlotAllocator
+        on_gpu = _on_gpu(device, self._pool, transport, debug=debug)
+        if on_gpu is not None:
+            self.allocator, self.fences = on_gpu
+            background().add(on_gpu[0])
+        else:
+            kind = GuaranteedAllocator if session["guarantee"] else SlotAllocator
+            self.allocator = kind(transport, device, debug=debug)
         self._transfers = Transfers(transport, self.allocator)
         transport.on_end = self.allocator.disable
         background().add(transport)
@@ -166,10 +174,21 @@ class Worker:
         self._check_memory()
         return self._pool
 
+    def fence_streams(self, streams: Iterable[Any]) -> None:
+        """Name every CUDA stream that may write to the pool: ``torch.cuda.Stream`` objects, or handles.
+
+        Slots that are freed go to others when these streams have done what was queued on them before; without
+        this call, when the whole context has (CUDA 12.5 or newer). The streams have to outlive this worker. Does
+        nothing for a pool in host memory.
+        """
+        if self.fences is not None:
+            self.fences.register(streams)
+
     def transfer(self, slots: torch.Tensor, to: int) -> None:
         """Offer slots to session number ``to`` of this pool, which takes them with :meth:`accept`.
 
-        Until then they are this session's, but cannot be freed. When the receiver ends before, the offer does,
+        On a GPU the offer is made when the work that is queued now has finished; nobody waits for that. Until
+        then they are this session's, but cannot be freed. When the receiver ends before, the offer does,
         too; when this session does, its slots are free. Never do both hold a slot, and never neither.
         """
         self._transfers.offer(slots, to)
@@ -187,16 +206,41 @@ class Worker:
         return self._transport.messages
 
     def close(self) -> None:
-        """End the session: what it holds becomes free. Returns within a second or so; twice does nothing."""
+        """End the session: what it holds becomes free. Returns within a second or so; twice does nothing.
+
+        On a GPU its slots become free when its queued work has finished: later, if that takes longer than a second.
+        """
         if self._closed:
             return
         self._closed = True
         _workers.discard(self)
+        if self.fences is not None:
+            self._close_on_gpu(self.fences)
+            return
         background().remove(self._transport)
         # No cycle: the slot table's mapping and descriptor go with the last reference.
         self._transport.on_end = None
         self.allocator.disable(ClientClosed("this client was closed: connect again"))
         self._transport.detach(min(CLOSE_S, self._transport.timeout))
+        if self._pool is not None:
+            self._pool.close()
+
+    def _close_on_gpu(self, fences: Fences) -> None:
+        from mambapool.client.fenced import Fenced
+        from mambapool.client.lingering import Lingering
+
+        assert isinstance(self.allocator, Fenced)
+        deadline = time.monotonic() + min(CLOSE_S, self._transport.timeout)
+        reason = ClientClosed("this client was closed: connect again")
+        self._transport.on_end = None
+        lingering = Lingering(self._transport, self.allocator, fences)
+        self.allocator.disable(reason)
+        if lingering.is_over(deadline):
+            background().remove(self.allocator)
+            background().remove(self._transport)
+            self._transport.detach(max(deadline - time.monotonic(), 0.1))
+        else:
+            lingering.start()
         if self._pool is not None:
             self._pool.close()
 
@@ -285,19 +329,29 @@ def _attach_shard(
             os.close(fd)
 
 
-def _device_slot_tensors(
-    device: str | torch.device, pool: StatePool | None, slots: int
-) -> DeviceSlotTensors | None:
+def _on_gpu(
+    device: str | torch.device, pool: StatePool | None, transport: Transport, *, debug: bool
+) -> tuple[Fenced, Fences] | None:
+    """The allocator of a session that has to do with a GPU; None for one that has not."""
     import torch
 
-    if torch.device(device).type != "cuda":
+    kind = torch.device(device).type
+    if kind != "cuda" and (pool is None or pool.descriptor.cuda is None):
         return None
     from mambapool.client import gpu
     from mambapool.client.device_slots import DeviceSlotTensors
+    from mambapool.client.fenced_allocator import FencedAllocator
+    from mambapool.client.fenced_guaranteed import FencedGuaranteed
+    from mambapool.client.fences import Fences
 
     context = gpu.context_of(torch.device(device), pool)
     assert context is not None
-    return DeviceSlotTensors(slots, context, cells=2 * slots + _SPARE_CELLS)
+    slots: int = transport.session["slots"]
+    tensors = DeviceSlotTensors(slots, context, cells=2 * slots + _SPARE_CELLS) if kind == "cuda" else None
+    fences = Fences(context)
+    guaranteed = transport.session["guarantee"]
+    make: type[Fenced] = FencedGuaranteed if guaranteed else FencedAllocator
+    return make(transport, device, fences=fences, tensors=tensors, debug=debug), fences
 
 
 def _expectations(

@@ -87,6 +87,17 @@ def driver_version() -> int:
     return version
 
 
+@contextlib.contextmanager
+def disturbing_no_capture() -> Iterator[None]:
+    """What this thread calls inside ends no capture of another thread; the mode is a thread's own."""
+    exchange = "cuThreadExchangeStreamCaptureMode"
+    before = call(exchange, bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+    try:
+        yield
+    finally:
+        call(exchange, before)
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """A GPU, or a MIG instance of one, that this process can see. Ordinals mean nothing in another process."""

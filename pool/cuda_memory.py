@@ -14,7 +14,7 @@ import threading
 import weakref
 from typing import Any
 
-from mambapool.pool.cuda import PrimaryContext, call
+from mambapool.pool.cuda import PrimaryContext, call, disturbing_no_capture
 from mambapool.pool.errors import CudaError
 
 # What has to be let go of: (context, driver call, address). Its put() is safe wherever the collector runs.
@@ -74,6 +74,6 @@ def _let_go() -> None:
     while True:
         context, name, handle = _dropped.get()
         # A context that an illegal access ended lets go of everything by itself.
-        with contextlib.suppress(CudaError), context.current():
+        with contextlib.suppress(CudaError), disturbing_no_capture(), context.current():
             call(name, handle)
         del context, handle

@@ -59,7 +59,8 @@ class _Builder:
         self._epoch = max(before) + 1 if before else int.from_bytes(os.urandom(6), "little") or 1
         pools = [self._pool(pool, shards, uuid, tables[pool.name]) for pool, shards, uuid in kept]
         pools += [self._restored(table.path.stem, table) for table in created]
-        return Registry(pools, self.make_pool, self._watcher), self._epoch
+        registry = Registry(pools, self.make_pool, self._watcher, quarantine_s=self._config.quarantine_s)
+        return registry, self._epoch
 
     def make_pool(self, name: str, slots: int) -> Pool:
         """The allocator-only pool that a client asks for; it ends with its last session."""

@@ -16,7 +16,15 @@ from mambapool.pool.exits import EXIT_FAILED, exit_status
 from mambapool.pool.runtime_dir import RuntimeDir, candidates
 from mambapool.pool.version import VERSION
 from mambapool.service.config import AllocatorConfig, PoolConfig
-from mambapool.service.options import DURATION, SIZE, dir_option, json_option, option, pool_options
+from mambapool.service.options import (
+    DURATION,
+    SIZE,
+    dir_option,
+    json_option,
+    option,
+    pool_options,
+    quarantine_option,
+)
 
 LOG_FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
 
@@ -66,6 +74,7 @@ def main() -> None:
 )
 @option("--max-sessions", type=int, metavar="N", help="Sessions per pool.  [default: 1024]")
 @option("--max-waiters", type=int, metavar="N", help="Requests per pool that wait for slots.  [default: 1024]")
+@quarantine_option
 @option(
     "--config",
     metavar="FILE.toml",
@@ -82,6 +91,7 @@ def serve(
     device: str,
     max_sessions: int | None,
     max_waiters: int | None,
+    quarantine: float | None,
     config: str | None,
     directory: str | None,
 ) -> None:
@@ -107,9 +117,10 @@ def serve(
         directory = directory if directory is not None else settings.dir
         max_sessions = max_sessions if max_sessions is not None else settings.max_sessions
         max_waiters = max_waiters if max_waiters is not None else settings.max_waiters
+        quarantine = quarantine if quarantine is not None else settings.quarantine_s
         pools = settings.pools
-    given = {"max_sessions": max_sessions, "max_waiters": max_waiters}
-    limits = {name: value for name, value in given.items() if value is not None}
+    given = {"max_sessions": max_sessions, "max_waiters": max_waiters, "quarantine_s": quarantine}
+    limits: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     run(ServeConfig(directory, pools, **limits), _say_ready(pools))
 
 
@@ -152,8 +163,16 @@ def keeper(
 @option("--slots", type=int, metavar="N", help="Make an allocator-only pool of N slots.")
 @option("--max-sessions", type=int, metavar="N", default=1024, show_default=True, help="Sessions per pool.")
 @option("--max-waiters", type=int, metavar="N", default=1024, show_default=True, help="Waiting requests per pool.")
+@quarantine_option
 @dir_option
-def allocator(pool: str, slots: int | None, max_sessions: int, max_waiters: int, directory: str | None) -> None:
+def allocator(
+    pool: str,
+    slots: int | None,
+    max_sessions: int,
+    max_waiters: int,
+    quarantine: float | None,
+    directory: str | None,
+) -> None:
     """Run the allocator alone, until SIGTERM; it serves the keepers that live in its directory.
 
     What an allocator before it left there, it takes over: sessions that still live keep their slots.
@@ -164,7 +183,7 @@ def allocator(pool: str, slots: int | None, max_sessions: int, max_waiters: int,
     pools = (PoolConfig(pool, slots),) if slots is not None else ()
     place = RuntimeDir.for_server(directory)
     run_allocator(
-        AllocatorConfig(place.path, pools, max_sessions, max_waiters),
+        AllocatorConfig(place.path, pools, max_sessions, max_waiters, 1.0 if quarantine is None else quarantine),
         lambda ready: click.echo(f"mambapool ready: pid {ready['pid']}, {ready['endpoint']}"),
     )
 

@@ -76,6 +76,8 @@ class AllocatorConfig:
     pools: tuple[PoolConfig, ...] = ()
     max_sessions: int = 1024
     max_waiters: int = 1024
+    #: How long at least the slots of a dead process are kept back, if they are on a GPU.
+    quarantine_s: float = 1.0
     parent_pid: int | None = None
     #: The keepers were started with this allocator: a slot table of memory before theirs is of no use.
     fresh: bool = False

@@ -27,7 +27,7 @@ from mambapool.pool.models import load_model_config, state_shape
 from mambapool.service.config import PoolConfig
 
 _POOL_KEYS = {"pool": str, "slots": int, "model": str, "state": list, "tp-size": int, "device": str}
-_TOP_KEYS = {"dir": str, "max-sessions": int, "max-waiters": int, "pool": list}
+_TOP_KEYS = {"dir": str, "max-sessions": int, "max-waiters": int, "quarantine": str, "pool": list}
 _WORDS = {str: "a text", int: "a whole number", list: "a list"}
 
 DEFAULT_POOL = "default"
@@ -41,6 +41,7 @@ class FileSettings:
     max_sessions: int | None
     max_waiters: int | None
     pools: tuple[PoolConfig, ...]
+    quarantine_s: float | None = None
 
 
 def pool_config(
@@ -67,7 +68,18 @@ def read_config_file(path: str, flags: Mapping[str, Any]) -> FileSettings:
     _apply_flags(entries, flags, path)
     pools = tuple(_pool(entry, f"{path}, [[pool]] {number}") for number, entry in enumerate(entries, start=1))
     limits = content.get("max-sessions"), content.get("max-waiters")
-    return FileSettings(content.get("dir"), *limits, pools)
+    quarantine = content.get("quarantine")
+    quarantine_s = None if quarantine is None else _duration(quarantine, path)
+    return FileSettings(content.get("dir"), *limits, pools, quarantine_s)
+
+
+def _duration(text: str, where: str) -> float:
+    from mambapool.service.options import parse_duration
+
+    try:
+        return parse_duration(text)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: quarantine: {error}") from error
 
 
 def _read(path: str) -> dict[str, Any]:

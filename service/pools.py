@@ -112,6 +112,26 @@ class Pool:
         self.rows.give_back(session.row)
         return ids
 
+    def quarantine(self, session: Session, now: float) -> None:
+        """Its process is dead, but not its work on the GPU: its slots stay its own, everything else of it ends.
+
+        :meth:`detach` ends the quarantine. An allocator that is restarted meanwhile finds the session in the table,
+        and its lease released.
+        """
+        self.waiting.remove(session)
+        session.accepting = 0
+        session.identity = b""  # nobody speaks for it any more
+        session.dead_since = now
+        self.end_offers(session)
+        if session.window:
+            self._set_window(session, 0)
+        self.commit()
+
+    def end_offers(self, session: Session) -> None:
+        """Those of a session and those to it; staged."""
+        for offer in [o for o in self.offers if o.giver is session or o.receiver == session.number]:
+            self._withdraw(offer)
+
     def clear(self, session: Session, number: int) -> None:
         """Apply posted message ``number``: free all that this session holds, its window included; staged."""
         self.offers = [offer for offer in self.offers if offer.giver is not session]
@@ -218,7 +238,8 @@ class Pool:
 
     def check_guarantee(self, guarantee: int) -> None:
         """Refuse a guarantee that the sum of all would not leave room for, whoever frees what."""
-        granted = {s.number: s for s in self.sessions.values() if s.guarantee}
+        # One in quarantine keeps its slots for a moment, and promises nothing.
+        granted = {s.number: s for s in self.sessions.values() if s.guarantee and s.dead_since is None}
         promised = sum(session.guarantee for session in granted.values())
         if guarantee and promised + guarantee > self.slots:
             who = ", ".join(f"{s.name} (session {s.number}) {s.guarantee}" for s in granted.values()) or "nobody"
@@ -275,7 +296,7 @@ class Pool:
     def status(self, now: float) -> dict[str, Any]:
         """The pool's part of ``status --json``; counts are of slots."""
         windows = self.windows()
-        holders = [
+        holders: list[dict[str, Any]] = [
             {
                 "session": session.number,
                 "name": session.name,
@@ -283,9 +304,10 @@ class Pool:
                 "group": None,
                 "rank": session.rank,
                 "state": session.state(now),
-                "held": session.held - session.offered - windows.get(session.number, 0),
+                "held": session.held - session.offered - windows.get(session.number, 0) - session.quarantined,
                 "windows": windows.get(session.number, 0),
                 "offered": session.offered,
+                "quarantined": session.quarantined,
                 "guarantee": session.guarantee,
                 "limit": session.limit,
             }
@@ -298,7 +320,7 @@ class Pool:
             "held": sum(holder["held"] for holder in holders),
             "windows": sum(windows.values()),
             "offered": sum(session.offered for session in self.sessions.values()),
-            "quarantined": 0,
+            "quarantined": sum(holder["quarantined"] for holder in holders),
             "waiting": self.waiting.slots,
             "lost": self.lost,
             "bytes_per_slot": self.geometry.bytes_per_slot if self.geometry else 0,

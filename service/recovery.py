@@ -15,6 +15,7 @@ from mambapool.pool.errors import GeometryMismatch, MambaPoolError, ProtocolErro
 from mambapool.service.leases import Leases, Lock, ReleasedLock
 from mambapool.service.ledger import Ids, Ledger
 from mambapool.service.pools import Offer, Pool
+from mambapool.service.quarantine import needs_quarantine
 from mambapool.service.sessions import GUARANTEE_REQUEST, Session, SessionRows
 from mambapool.service.table_writer import SessionRow, SlotTableWriter
 
@@ -62,6 +63,11 @@ def restore(pool: Pool, leases: Leases, now: float) -> None:
     _restore_offers(pool)
     table.set_waiting(0)
     for session in dead:
+        if needs_quarantine(pool) and session.held:
+            # Since when it is dead, nobody knows.
+            pool.quarantine(session, now)
+            _log.info("session %d died while no allocator ran: its slots are quarantined", session.number)
+            continue
         freed = pool.detach(session)
         leases.forget(session.lease, dead=True)
         _log.info(

@@ -12,6 +12,7 @@ from mambapool.service.attach import AttachRequest
 from mambapool.service.leases import Leases
 from mambapool.service.ledger import Ids
 from mambapool.service.pools import Pool
+from mambapool.service.quarantine import is_over, needs_quarantine
 from mambapool.service.sessions import Session
 
 _log = logging.getLogger("mambapool.allocator")
@@ -23,7 +24,14 @@ _SLOTS_IN_LOG = 128
 class Registry:
     """The pools and sessions of one allocator. Session numbers are never used twice."""
 
-    def __init__(self, pools: Iterable[Pool], make_pool: Callable[[str, int], Pool], leases: Leases) -> None:
+    def __init__(
+        self,
+        pools: Iterable[Pool],
+        make_pool: Callable[[str, int], Pool],
+        leases: Leases,
+        *,
+        quarantine_s: float = 1.0,
+    ) -> None:
         """``make_pool(name, slots)`` makes the allocator-only pools that clients ask for."""
         self.pools = {pool.name: pool for pool in pools}
         self.sessions = {number: s for pool in self.pools.values() for number, s in pool.sessions.items()}
@@ -31,6 +39,9 @@ class Registry:
         self.ending = False
         #: No message that this allocator has a use for is longer.
         self.max_body_bytes = protocol.MAX_OVERHEAD_BYTES
+        self._quarantine_s = quarantine_s
+        #: Sessions of dead processes whose slots are kept back.
+        self._quarantined = [session for session in self.sessions.values() if session.dead_since is not None]
         self._make_pool = make_pool
         self._leases = leases
         self._by_lease = {session.lease.name: session for session in self.sessions.values()}
@@ -45,6 +56,10 @@ class Registry:
         if session is not None:
             if session.pool.name != request.pool:
                 raise ProtocolError(f"this lease is attached to pool {session.pool.name!r}")
+            if session.dead_since is not None:
+                raise AllocatorUnavailable(
+                    f"session {session.number} is dead, its lease was released: connect again, with another one"
+                )
             session.identity = identity
             # A client says at which of its messages it is: what it has acknowledged is in its requests.
             return session, False
@@ -58,6 +73,8 @@ class Registry:
     def end(self, session: Session, how: str, *, dead: bool) -> Ids:
         """End a session; what it held is free. A pool that a client made goes with its last session."""
         pool = session.pool
+        if session.dead_since is not None:
+            self._quarantined.remove(session)
         freed = pool.detach(session)
         del self.sessions[session.number]
         del self._by_lease[session.lease.name]
@@ -68,14 +85,35 @@ class Registry:
             self._set_limit()
         return freed
 
-    def bury(self, lease_name: bytes, how: str) -> Pool | None:
+    def bury(self, lease_name: bytes, how: str, now: float = 0.0) -> Pool | None:
         """A lease was seen released; its session's pool, if that is so and there was one."""
         session = self._by_lease.get(lease_name)
         # The hint may be late or wrong: the lock is the proof.
-        if session is None or session.lease.is_held():
+        if session is None or session.dead_since is not None or session.lease.is_held():
             return None
-        self.end(session, f"is dead ({how})", dead=True)
+        if needs_quarantine(session.pool) and session.held:
+            session.pool.quarantine(session, now)
+            self._quarantined.append(session)
+            _log.info(
+                "session %d (%s, pid %d) is dead (%s): its %d slots are quarantined",
+                session.number,
+                session.name,
+                session.pid,
+                how,
+                session.held,
+            )
+        else:
+            self.end(session, f"is dead ({how})", dead=True)
         return session.pool
+
+    def release_quarantined(self, now: float) -> set[Pool]:
+        """Free what was kept back long enough; the pools that it is of."""
+        pools = set()
+        for session in list(self._quarantined):
+            if is_over(session, self._leases.has_ended(session.lease.name), self._quarantine_s, now):
+                self.end(session, "was quarantined", dead=True)
+                pools.add(session.pool)
+        return pools
 
     def lose(self, pool_name: str, reason: str) -> None:
         """A keeper of that pool died."""

@@ -46,6 +46,7 @@ class ServeConfig:
     pools: tuple[PoolConfig, ...] = ()
     max_sessions: int = 1024
     max_waiters: int = 1024
+    quarantine_s: float = 1.0
 
 
 class _Stop:
@@ -189,6 +190,7 @@ def _start_allocator(directory: Path, config: ServeConfig, *, fresh: bool) -> Ch
         pools=config.pools,
         max_sessions=config.max_sessions,
         max_waiters=config.max_waiters,
+        quarantine_s=config.quarantine_s,
         parent_pid=os.getpid(),
         fresh=fresh,
     )
