@@ -101,6 +101,8 @@ class Fences:
         with self._lock:
             if self.passed == self._issued or self.failed is not None:
                 return
+            if not self._in_flight and not self._streams:
+                return  # only a thread that makes calls knows whether it captures
             with disturbing_no_capture(), self.context.current():
                 if self._recorded != self._issued and self._streams:
                     self._record()

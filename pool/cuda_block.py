@@ -39,15 +39,15 @@ class CudaBlock:
         self.device = _device_for(rank, devices)
         context = primary_context(self.device)
         with context.current():
-            self._address = _allocate(name, size_bytes, context, devices)
-            call("cuMemsetD8", self._address, 0, size_bytes)
+            self.address = _allocate(name, size_bytes, context, devices)
+            call("cuMemsetD8", self.address, 0, size_bytes)
             # The one wait of a keeper: whoever opens the handle finds zeros.
             call("cuCtxSynchronize")
             self.export = self._export(devices)
 
     def _export(self, devices: list[Device]) -> CudaExport:
         try:
-            handle = call("cuIpcGetMemHandle", self._address)
+            handle = call("cuIpcGetMemHandle", self.address)
         except CudaError as error:
             mig = (
                 "; it is a MIG instance: those share memory only with processes that see the same one"

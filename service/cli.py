@@ -205,6 +205,36 @@ def status(directory: str | None, as_json: bool, timeout: float) -> None:
     draw_status(found)
 
 
+@command_line.command(short_help="Look whether mambapool can work on this machine.")
+@dir_option
+@option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="With cuda it fails where no GPU can be used.",
+)
+@json_option
+def doctor(directory: str | None, device: str, as_json: bool) -> None:
+    """Look whether mambapool can work on this machine, and say what to do where it cannot.
+
+    Needs no daemon and no GPU. Exit status 1 if something will not work.
+    """
+    from mambapool.service.doctor_gpu import look_at_gpus
+    from mambapool.service.doctor_host import look_at_host
+    from mambapool.service.findings import BAD
+
+    findings = [*look_at_host(directory), *look_at_gpus(wanted=device == "cuda")]
+    if as_json:
+        click.echo(json.dumps([finding.to_json() for finding in findings]))
+    else:
+        from mambapool.service.drawing import draw_findings
+
+        draw_findings(findings)
+    if any(finding.state == BAD for finding in findings):
+        sys.exit(EXIT_FAILED)
+
+
 @command_line.command(name="evict", short_help="End a session and free its slots.")
 @click.argument("holder", type=int)
 @click.option("--force", is_flag=True, help="Evict it although its process lives and may still write.")
@@ -266,6 +296,13 @@ def geometry(model: str, tp_size: int, memory: int | None, as_json: bool) -> Non
 @option("--speed", type=float, metavar="S", help="Hold to S × real time; default: as fast as it can.")
 @option("--route", default="rr", show_default=True, metavar="HOW", help="rr: in turn; prefix: by first blocks.")
 @option("--limit", type=int, metavar="N", help="Only the first N requests.")
+@option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="Where slot tensors are; the states are where the pool has them.",
+)
 @option("--timeout", type=DURATION, default="5s", show_default=True, metavar="T", help="Wait for an answer.")
 @json_option
 def replay(
@@ -278,6 +315,7 @@ def replay(
     speed: float | None,
     route: str,
     limit: int | None,
+    device: str,
     timeout: float,
     as_json: bool,
 ) -> None:
@@ -301,6 +339,7 @@ def replay(
         route=route,
         limit=limit,
         timeout=timeout,
+        device=device,
     )
     _check_states(options.dir, pool, timeout)
     with progress_bar("requests") as progress:

@@ -28,7 +28,7 @@ from mambapool.service.leases import Lock, WatchedLock, open_lease
 _log = logging.getLogger("mambapool.allocator")
 
 # <asm-generic/socket.h>; Python 3.11 has no name for it.
-_SO_PEERPIDFD = 77
+SO_PEERPIDFD = 77
 _UCRED = struct.Struct("3i")
 
 #: How often all locks are looked at, hint or none.
@@ -270,7 +270,7 @@ def _peer_uid(client: socket.socket) -> int:
 def _peer_pidfd(client: socket.socket) -> int:
     """-1 where there is none to be had: then the connection and the sweep have to do."""
     try:
-        return client.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+        return client.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
     except OSError:
         pid, _uid, _gid = _UCRED.unpack(client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     try:
