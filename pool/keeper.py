@@ -29,7 +29,7 @@ from mambapool.pool.descriptor import UUID_BYTES, ShardDescriptor, check_rank
 from mambapool.pool.errors import ConfigError, MambaPoolError, RuntimeDirError
 from mambapool.pool.exits import EXIT_DONE, exit_status
 from mambapool.pool.handover import send_block
-from mambapool.pool.layout import Geometry, check_slots
+from mambapool.pool.layout import DEVICES, Geometry, check_slots
 from mambapool.pool.process_lock import ProcessLock
 from mambapool.pool.runtime_dir import RuntimeDir, check_pool_name, check_socket_path
 from mambapool.pool.shm import create_block
@@ -43,9 +43,6 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 # Connections that wait to be accepted; those beyond ask again until their timeout.
 _BACKLOG = 128
-
-#: Where the states of a pool can be.
-DEVICES = ("cpu", "cuda")
 
 _PARENT_CHECK_S = 1.0
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from mambapool.pool.errors import ConfigError
-from mambapool.pool.keeper import DEVICES
-from mambapool.pool.layout import Geometry, check_slots
+from mambapool.pool.layout import DEVICES, Geometry, check_slots
 from mambapool.pool.runtime_dir import check_pool_name
 
 #: Ranks of one pool: eight nodes of eight devices are 64; the bound only keeps mistakes out.

@@ -296,7 +296,7 @@ class Pool:
     def status(self, now: float) -> dict[str, Any]:
         """The pool's part of ``status --json``; counts are of slots."""
         windows = self.windows()
-        holders: list[dict[str, Any]] = [
+        holders = [
             {
                 "session": session.number,
                 "name": session.name,
@@ -307,9 +307,9 @@ class Pool:
                 "held": session.held - session.offered - windows.get(session.number, 0) - session.quarantined,
                 "windows": windows.get(session.number, 0),
                 "offered": session.offered,
-                "quarantined": session.quarantined,
                 "guarantee": session.guarantee,
                 "limit": session.limit,
+                **({"quarantined": session.quarantined} if session.dead_since is not None else {}),
             }
             for session in self.sessions.values()
         ]
@@ -320,7 +320,7 @@ class Pool:
             "held": sum(holder["held"] for holder in holders),
             "windows": sum(windows.values()),
             "offered": sum(session.offered for session in self.sessions.values()),
-            "quarantined": sum(holder["quarantined"] for holder in holders),
+            "quarantined": sum(session.quarantined for session in self.sessions.values()),
             "waiting": self.waiting.slots,
             "lost": self.lost,
             "bytes_per_slot": self.geometry.bytes_per_slot if self.geometry else 0,

@@ -81,7 +81,7 @@ def test_the_path_of_a_model_is_relative_to_the_file(read: Read, tmp_path: Path)
         (b"\xff", "utf-8"),
         ("x=" + "[" * 5_000, "recursion"),
         ("[pool]\nslots = 3", "two brackets"),
-        ("slots = 3", "unknown key 'slots'; known here are dir, max-sessions, max-waiters, pool"),
+        ("slots = 3", "unknown key 'slots'; known here are dir, max-sessions, max-waiters, quarantine, pool"),
         ("pool = [1]", r"\[\[pool\]\] 1: expected a table"),
         ("[[pool]]", r"\[\[pool\]\] 1: slots is missing"),
         ("[[pool]]\nslots = true", "slots must be a whole number, not True"),

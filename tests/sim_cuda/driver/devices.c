@@ -105,7 +105,7 @@ EXPORT CUresult cuDeviceTotalMem_v2(size_t *bytes, CUdevice device) {
 
 EXPORT CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device) {
     ENTER("cuDeviceGetAttribute", ANY);
-    enum { UNIFIED_ADDRESSING = 41, COMPUTE_MODE = 20, INTEGRATED = 18, IPC_EVENT_SUPPORTED = 138 };
+    enum { UNIFIED_ADDRESSING = 41, COMPUTE_MODE = 20, INTEGRATED = 18, IPC_EVENT_SUPPORTED = 125 };
     *value = attribute == UNIFIED_ADDRESSING || (attribute == IPC_EVENT_SUPPORTED && sim_setting("SIM_CUDA_IPC", 1));
     return sim_visible(device) < 0 ? INVALID_DEVICE : SUCCESS;
 }
