@@ -246,8 +246,9 @@ cuda_attach.device_with = lambda uuid, what: cuda.visible_devices()[0]
 
 
 def test_importers_that_come_go_and_die_cost_the_device_nothing(
-    gpu_pool: GpuPool, machine: SimulatedMachine
+    gpu_pools: GpuPools, machine: SimulatedMachine
 ) -> None:
+    gpu_pool = gpu_pools.start(options=("--quarantine", "50ms"))
     orderly = """
 with connect(directory, device="cpu") as worker:
     worker.states["conv"][:, worker.allocator.alloc(4)] = 1
@@ -265,7 +266,7 @@ for _ in range(50):
 say(lib.simAllocated(0))
 """
     seen = {gpu_pool.run(orderly, "leave")[0] for _ in range(3)} | set(gpu_pool.run(descriptor_only))
-    for _ in range(5):
+    for _ in range(3):
         child = gpu_pool.start(orderly, "die")
         seen.add(child.hear())
         assert child.wait() == -9

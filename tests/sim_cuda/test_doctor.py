@@ -49,7 +49,9 @@ def test_a_machine_with_gpus_shares_their_memory(machine: SimulatedMachine, runt
 def test_what_will_not_work_is_status_1(
     machine: SimulatedMachine, runtime_dir: Path, settings: dict[str, str], what: str, words: str
 ) -> None:
-    status, found = _doctor(runtime_dir, "--device", "cuda", **machine.environment(**settings))
+    status, found = _doctor(
+        runtime_dir, "--device", "cuda", **machine.environment(SIM_CUDA_DEVICES="1", **settings)
+    )
     assert (status, found[what]["state"]) == (1, "bad")
     assert words in found[what]["found"]
 

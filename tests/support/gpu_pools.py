@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from daemons import SMALL_STATE, Daemon, start_daemon
+from daemons import SMALL_STATE, Daemon, start_daemon, wait_until
 from processes import Child
 from simulated_gpu import SimulatedMachine
+from zygote import Zygote
 
 #: Of scripts: ``lib`` is the simulated driver, ``argv[1]`` the daemon's directory.
 PRELUDE = """
@@ -112,7 +113,23 @@ def gpu_pools(machine: SimulatedMachine) -> Iterator[GpuPools]:
     shutil.rmtree(parent)
 
 
+@pytest.fixture(scope="module")
+def _shared_daemon(gpu_zygote: Zygote) -> Iterator[GpuPool]:
+    """A daemon with 8 slots for the tests of a file: starting one takes seconds."""
+    directory = Path(tempfile.mkdtemp(prefix="mambapool-"))
+    (directory / "gpu").mkdir()
+    pools = GpuPools(SimulatedMachine(directory / "gpu", gpu_zygote), directory)
+    yield pools.start()
+    pools.close()
+    shutil.rmtree(directory)
+
+
 @pytest.fixture
-def gpu_pool(gpu_pools: GpuPools) -> GpuPool:
-    """A pool of 8 slots on the first of two GPUs."""
-    return gpu_pools.start()
+def gpu_pool(_shared_daemon: GpuPool) -> Iterator[GpuPool]:
+    """A pool of 8 slots on the first of two GPUs, all free; so they are at the end, but for those of the killed."""
+    shared = _shared_daemon.machine
+    pool = GpuPool(SimulatedMachine(shared.dir, shared.zygote), _shared_daemon.daemon)
+    yield pool
+    pool.machine.children.close()
+    wait_until(lambda: not pool.daemon.pool()["holders"], "nobody is left")
+    pool.daemon.check()

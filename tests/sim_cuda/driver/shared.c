@@ -29,6 +29,7 @@ process sim_self(void) {
     if (self.pid != getpid()) {
         self.pid = getpid();
         self.started = 0;
+        self.pid_namespace = sim_namespace("pid");
         char path[64];
         snprintf(path, sizeof path, "/proc/%d/stat", self.pid);
         FILE *file = fopen(path, "r");
@@ -46,6 +47,7 @@ int sim_is_alive(process who) {
     char path[64], state;
     unsigned long started;
     if (!who.pid) return 0;
+    if (who.pid_namespace != sim_self().pid_namespace) return 1;  // its pid means nothing here
     snprintf(path, sizeof path, "/proc/%d/stat", who.pid);
     FILE *file = fopen(path, "r");
     if (!file) return 0;

@@ -126,7 +126,7 @@ void sim_initialize(void);
 
 enum { MOST_ALLOCATIONS = 256, MOST_IMPORTERS = 64 };
 
-typedef struct { pid_t pid; uint64_t started; } process;
+typedef struct { pid_t pid; uint64_t started, pid_namespace; } process;
 
 typedef struct {
     int used;
