@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ParamSpec, Self
 
 from mambapool.client.in_thread import in_thread
 from mambapool.client.worker import Worker, connect
-from mambapool.pool.errors import ClientClosed
+from mambapool.pool.errors import ClientClosed, ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -39,10 +39,13 @@ def _as_connect(
 
 @_as_connect(connect)
 async def connect_async(*arguments: object, **options: object) -> AsyncWorker:
-    """:func:`connect` without making the loop wait: the same parameters and errors, but for ``group``.
+    """:func:`connect` without making the loop wait: the same parameters and errors, but for ``group`` and GPUs.
 
     A group is refused (``ValueError``): its ranks make the same calls in the same order, and wait for each other
     in them; tasks of a loop take turns as they like.
+
+    A GPU is refused (:class:`~mambapool.pool.errors.ConfigError`), be it that of ``device`` or of the pool's states:
+    what a session has freed there is its own again while the GPU works, which only :func:`connect` knows yet.
 
     When it is cancelled the session, if there is one by then, is ended.
     """
@@ -53,6 +56,12 @@ async def connect_async(*arguments: object, **options: object) -> AsyncWorker:
         )
     attach = functools.partial(connect, *arguments, **options)  # type: ignore[arg-type]
     worker = await in_thread(attach, undo=Worker.close)
+    if worker.fences is not None:
+        await in_thread(worker.close)
+        raise ConfigError(
+            "connect_async is not for GPUs yet: use connect() in a thread, or device='cpu' and a pool in the host's "
+            "memory"
+        )
     return AsyncWorker(worker)
 
 

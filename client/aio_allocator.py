@@ -112,8 +112,11 @@ class AsyncSlotAllocator:
         async with self._one_at_a_time():
             self._steps.alloc_group_end()
 
-    async def free(self, free_index: torch.Tensor) -> None:
-        """Give slots back. Never waits: it cannot be cancelled half way."""
+    async def free(self, free_index: torch.Tensor, after: Any = None) -> None:
+        """Give slots back. Never waits: it cannot be cancelled half way.
+
+        ``after`` is for GPUs, which this client is not for.
+        """
         self._calls.check_loop()
         self._steps.free(free_index)
 

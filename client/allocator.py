@@ -34,7 +34,17 @@ class SlotAllocator:
     views: clone one before writing into it.
     """
 
-    def __init__(self, transport: Transport, device: torch.device | str, *, debug: bool = False) -> None:
+    #: Whether slots are offered by :meth:`offer_later`, when a GPU is done with them.
+    offers_later = False
+
+    def __init__(
+        self,
+        transport: Transport,
+        device: torch.device | str,
+        *,
+        tensors: SlotTensors | None = None,
+        debug: bool = False,
+    ) -> None:
         table = transport.table
         #: Slots of the pool; ids are 1..size.
         self.size = table.layout.slots
@@ -52,11 +62,11 @@ class SlotAllocator:
         self._has_limit = self._limit < self.size
         #: How often clear() was called: an alloc that waited over one does not know what it has.
         self._clears = 0
-        self._tensors = SlotTensors(self.size, torch.device(device))
+        self._tensors = tensors or SlotTensors(self.size, torch.device(device))
         self._cached = self._tensors.cached
         #: Empty where each free shall look whether a slot tensor was written into.
         self._slot_by_id = {} if debug else self._tensors.slot_by_id
-        self._record = Record(table, transport.number)
+        self._record = Record(table, transport.number, len(self._cached) - self.size - 1)
         self._marks = self._record.marks
         self._debug = debug
         #: The open window's slots that alloc(1) has not handed out, next one last.
@@ -153,11 +163,11 @@ class SlotAllocator:
             self._check_usable()
             self._end()
 
-    def free(self, free_index: torch.Tensor) -> None:
+    def free(self, free_index: torch.Tensor, after: Any = None) -> None:
         """Give slots back: an integer tensor of one dimension or none, or a list of ints. Never waits.
 
         Values are taken as they are at the call. Empty ones do nothing. A free that the allocator refuses is
-        raised at this client's next call.
+        raised at this client's next call. ``after`` is for GPUs: memory of the host has no work under way.
         """
         slot = self._slot_by_id.get(id(free_index)) or self._slot_of(free_index)
         slots = [slot] if slot > 0 else slot_ids(free_index, size=self._largest_id(), what="free")
@@ -207,13 +217,17 @@ class SlotAllocator:
         """These became this client's by a transfer: as the tensor that ``alloc`` would return."""
         with self._lock:
             self._record.hold(slots)
-        return torch.tensor(slots, dtype=torch.int64, device=self.device)
+        return self._tensors.copy_of(slots)
 
     def offer(self, slots: list[int]) -> None:
         """These are offered to another session: not to be freed from now on."""
         self._check_usable()
         with self._lock:
             self._record.offer(slots)
+
+    def offer_later(self, slots: torch.Tensor, receiver: int) -> None:
+        """Offer slots to another session without waiting; only if :attr:`offers_later`."""
+        raise NotImplementedError
 
     def _largest_id(self) -> int:
         return self.size
@@ -234,7 +248,7 @@ class SlotAllocator:
         with self._calls:
             self._check_usable()
             if count == 0:
-                return torch.empty(0, dtype=torch.int64, device=self.device)
+                return self._tensors.copy_of([])
             if count > self.size:
                 return None
             reply = self._ask(protocol.ALLOC, self._take_freed(), count, False, *tagged(tag))
@@ -244,7 +258,7 @@ class SlotAllocator:
         """Not under the lock of calls: other threads free, and so on, while this one waits."""
         self._check_usable()
         if not 0 < count <= self.size:
-            return None if count else torch.empty(0, dtype=torch.int64, device=self.device)
+            return None if count else self._tensors.copy_of([])
         with self._lock:
             clears = self._clears
             carried = self._post_freed(protocol.FREE)
@@ -272,7 +286,7 @@ class SlotAllocator:
         ids = protocol.unpack_ids(slots)
         with contextlib.nullcontext() if locked else self._lock:
             self._record.hold(ids.tolist())
-        return torch.from_numpy(ids.astype(np.int64)).to(self.device)
+        return self._tensors.copy_of(ids)
 
     def _ask(self, op: int, carried: Posted | None, count: int, *more: Any) -> list[Any]:
         """A request that carries along what was freed; raises what the allocator refused before it."""
@@ -308,7 +322,7 @@ class SlotAllocator:
         """The free list, of which the slot table knows ``free``."""
         with self._lock:
             ids = np.concatenate((free, np.array(self._freed_inside, np.int64)))
-        return torch.from_numpy(ids).to(self.device)
+        return self._tensors.copy_of(ids)
 
     def _close_window(self, op: int) -> Posted | None:
         """Post what goes back with it: frees in call order, then the unused rest. That is SGLang's order."""

@@ -1,7 +1,8 @@
 """The one background thread of a process: it looks after every session while no call does.
 
 It sends posted messages that the pipe did not take, and reads what the allocator refused: also when nothing
-is posted any more, for a refusal comes after the allocator has noted its message as applied.
+is posted any more, for a refusal comes after the allocator has noted its message as applied. On a GPU it sees
+which fences have passed.
 """
 
 from __future__ import annotations
@@ -11,53 +12,64 @@ import threading
 import weakref
 from typing import Protocol
 
+#: How soon something that no call takes care of is taken care of.
+TICK_S = 0.05
+#: … and while somebody waits for a GPU.
+BUSY_TICK_S = 0.002
 
-class Ticking(Protocol):
-    """Something that is looked after."""
+
+class LookedAfter(Protocol):
+    """Something that is looked after; without an ``is_busy`` it is never in a hurry."""
 
     def tick(self) -> None:
         """Do what no call does; returns soon, raises nothing."""
 
 
-#: How soon something that no call takes care of is taken care of.
-TICK_S = 0.05
-
-
 class Background:
-    """Weakly knows the sessions of one process; started by the first."""
+    """Weakly knows what it looks after; started by the first."""
 
     def __init__(self) -> None:
-        self._sessions: weakref.WeakSet[Ticking] = weakref.WeakSet()
+        self._known: weakref.WeakSet[LookedAfter] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._started = False
+        self._is_resting = False
+        # A wait that, unlike time.sleep, ends with the interpreter.
+        self._work = threading.Event()
 
-    def add(self, session: Ticking) -> None:
+    def add(self, looked_after: LookedAfter) -> None:
         with self._lock:
-            self._sessions.add(session)
+            self._known.add(looked_after)
             if not self._started:
                 # A daemon: a client that is never closed keeps no process from ending.
                 threading.Thread(target=self._run, name="mambapool", daemon=True).start()
                 self._started = True
 
-    def remove(self, session: object) -> None:
+    def remove(self, looked_after: object) -> None:
+        """Also what was never added."""
         with self._lock:
-            self._sessions.discard(session)  # type: ignore[arg-type]
+            self._known.discard(looked_after)  # type: ignore[arg-type]
+
+    def wake(self) -> None:
+        """There is something for a GPU to be asked."""
+        if self._is_resting:
+            self._work.set()
 
     def _run(self) -> None:
         while True:
-            self._tick_all()
-            _pause.wait(TICK_S)
+            is_busy = self._tick_all()
+            self._is_resting = not is_busy
+            self._work.wait(BUSY_TICK_S if is_busy else TICK_S)
+            self._work.clear()
 
-    def _tick_all(self) -> None:
-        # A function of its own: no name here keeps a session alive during the pause.
+    def _tick_all(self) -> bool:
+        # A function of its own: no name here keeps anything alive during the pause.
         with self._lock:
-            sessions = list(self._sessions)
-        for session in sessions:
-            session.tick()
+            known = list(self._known)
+        for looked_after in known:
+            looked_after.tick()
+        return any(getattr(looked_after, "is_busy", False) for looked_after in known)
 
 
-# Never set: a wait that, unlike time.sleep, ends with the interpreter.
-_pause = threading.Event()
 _of_process: dict[int, Background] = {}
 
 

@@ -41,8 +41,11 @@ class GroupCalls(SlotAllocator):
         self._record = Record(self._table, group.holder)
         self._marks = self._record.marks
 
-    def free(self, free_index: torch.Tensor) -> None:
-        """Give slots back, on every rank. They leave the group when each rank has come this far."""
+    def free(self, free_index: torch.Tensor, after: Any = None) -> None:
+        """Give slots back, on every rank. They leave the group when each rank has come this far.
+
+        ``after`` is for GPUs, whose memory no group has.
+        """
         slot = self._slot_of(free_index)
         slots = [slot] if slot >= 0 else slot_ids(free_index, size=self._largest_id(), what="free")
         if not slots:

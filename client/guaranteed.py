@@ -9,6 +9,7 @@ from typing import SupportsIndex
 import torch
 
 from mambapool.client.allocator import SlotAllocator, drain, packed, whole_number
+from mambapool.client.slot_tensors import SlotTensors
 from mambapool.client.transport import Transport
 from mambapool.pool import protocol
 from mambapool.pool.errors import MambaPoolError
@@ -25,8 +26,15 @@ class GuaranteedAllocator(SlotAllocator):
     by a transfer are on top of the guarantee: freeing them gives them back to the pool.
     """
 
-    def __init__(self, transport: Transport, device: torch.device | str, *, debug: bool = False) -> None:
-        super().__init__(transport, device, debug=debug)
+    def __init__(
+        self,
+        transport: Transport,
+        device: torch.device | str,
+        *,
+        tensors: SlotTensors | None = None,
+        debug: bool = False,
+    ) -> None:
+        super().__init__(transport, device, tensors=tensors, debug=debug)
         granted: list[int] = protocol.unpack_ids(transport.session["granted"]).tolist()
         self._pool_size = self.size
         self.size = len(granted)
@@ -46,7 +54,7 @@ class GuaranteedAllocator(SlotAllocator):
         """The free list, head first: a new int64 tensor on :attr:`device`."""
         self._check_usable()
         with self._lock:
-            return torch.tensor(list(self._list), dtype=torch.int64, device=self.device)
+            return self._tensors.copy_of(list(self._list))
 
     def alloc(
         self, need_size: SupportsIndex, timeout: float | None = None, tag: str | None = None
@@ -143,7 +151,7 @@ class GuaranteedAllocator(SlotAllocator):
             self._check_usable()
         if count == 1:
             return self._tensors.get(taken[0])
-        return torch.tensor(taken, dtype=torch.int64, device=self.device)
+        return self._tensors.copy_of(taken)
 
     def _take(self, count: int) -> list[int] | None:
         """Under the lock: so many from the head, or None."""

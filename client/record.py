@@ -13,18 +13,22 @@ SMALL_BATCH = 32
 
 HELD = 1
 OFFERED = 2
+LEAVING = 3
 
 
 class Record:
     """One byte per slot: 1 while the caller has it, 2 while it is on offer to another session, else 0.
+
+    On a GPU 3 is a slot that is to be offered when the GPU is done with it, and there are more bytes: one for each
+    cell that can stand for a slot.
 
     The caller of its methods locks.
 
     ``marks[slot] = 1`` is one atomic store under the GIL, which is why the path of alloc(1) needs no lock.
     """
 
-    def __init__(self, table: SlotTableReader, session: int) -> None:
-        self.marks = bytearray(table.layout.slots + 1)
+    def __init__(self, table: SlotTableReader, session: int, cells: int = 0) -> None:
+        self.marks = bytearray(table.layout.slots + 1 + cells)
         self._view = np.frombuffer(self.marks, np.uint8)
         self._table = table
         self._session = session
@@ -99,7 +103,7 @@ class Record:
     def refuse(self, slots: list[int]) -> None:
         """Raise what is wrong with freeing these: who has them is in the slot table."""
         faulty = [slot for slot in slots if self.marks[slot] != HELD]
-        if offered := [slot for slot in faulty if self.marks[slot] == OFFERED]:
+        if offered := [slot for slot in faulty if self.marks[slot] in (OFFERED, LEAVING)]:
             raise NotHolder(f"slots {_named(offered)} are offered to another session", offered)
         holders = {slot: self._table.holder_of(slot) for slot in faulty}
         ours = (0, self._session)  # what we freed may still be on its way to the table

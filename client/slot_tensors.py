@@ -7,8 +7,11 @@ device. A view takes about 750 bytes, so each is made when it is first needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from mambapool.pool.errors import InvalidSlots
@@ -18,14 +21,21 @@ class SlotTensors:
     """Slot tensors of one pool on one device. Callers may not write into them."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
+        self._keep(slots, torch.arange(slots + 1, dtype=torch.int64, device=device))
+
+    def _keep(self, slots: int, values: torch.Tensor) -> None:
         self.slots = slots
-        self._all = torch.arange(slots + 1, dtype=torch.int64, device=device)
-        self._first = self._all.data_ptr()
-        self._bytes = self._all.numel() * 8
+        self._all = values
+        self._first = values.data_ptr()
+        self._bytes = values.numel() * 8
         #: The tensor of slot i at index i, None until it is made.
-        self.cached: list[torch.Tensor | None] = [None] * (slots + 1)
+        self.cached: list[torch.Tensor | None] = [None] * values.numel()
         #: By ``id()`` of these tensors, which live as long as this does: three times faster than their addresses.
         self.slot_by_id: dict[int, int] = {}
+
+    def copy_of(self, slots: Sequence[int] | npt.NDArray[np.integer[Any]]) -> torch.Tensor:
+        """A new int64 tensor of these slots, on the device."""
+        return torch.from_numpy(np.array(slots, np.int64)).to(self._all.device)
 
     def get(self, slot: int) -> torch.Tensor:
         """The tensor of one slot: int64, shape ``(1,)``."""
@@ -53,7 +63,7 @@ class SlotTensors:
     def check(self) -> None:
         """Raise if somebody has written into a slot tensor; for the debug mode, it reads the device."""
         expected = torch.arange(self.slots + 1, device=self._all.device)
-        wrong = torch.nonzero(self._all != expected).flatten().tolist()
+        wrong = torch.nonzero(self._all[: self.slots + 1] != expected).flatten().tolist()
         if wrong:
             raise InvalidSlots(
                 f"somebody wrote into the tensors of slots {wrong[:16]}: alloc() hands out shared views, "

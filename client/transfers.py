@@ -27,8 +27,11 @@ class Transfers:
         """Offer ``slots`` to another session; they stay this one's, but cannot be freed, until it accepts.
 
         When the allocator does not answer, the offer may have been made or not: whether a slot is still ours,
-        the slot table tells when it is freed.
+        the slot table tells when it is freed. On a GPU the offer is made later, when nothing writes to them.
         """
+        if self._allocator.offers_later:
+            self._allocator.offer_later(slots, receiver)
+            return
         ids = self.begin_offer(slots)
         try:
             self._transport.call(protocol.OFFER, packed_ids(ids), receiver)

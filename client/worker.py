@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -27,7 +27,7 @@ from mambapool.pool.errors import (
     ProtocolError,
 )
 from mambapool.pool.group_page import MAX_WORLD_SIZE, check_group_name
-from mambapool.pool.handover import receive_block
+from mambapool.pool.handover import receive_shard
 from mambapool.pool.runtime_dir import RuntimeDir, candidates, check_pool_name
 from mambapool.pool.slot_table import H_LOST, owner_word
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     import torch
 
     from mambapool.client.allocator import SlotAllocator
+    from mambapool.client.fenced import Fenced
+    from mambapool.client.fences import Fences
     from mambapool.client.group import Group
     from mambapool.client.group_transfers import GroupTransfers
     from mambapool.client.transfers import Transfers
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
 
 #: close() waits so long at most for the allocator to say goodbye.
 CLOSE_S = 1.0
+
+#: Ids that only a GPU knows have a cell each: one per slot in the list, one in use, and those just freed.
+_SPARE_CELLS = 1024
 
 #: How often connect() looks whether a daemon has come up.
 _LOOK_S = 0.02
@@ -92,7 +97,7 @@ def connect(
     """
     _require_torch()
     check_pool_name(pool)
-    _check_device(device)
+    _check_device(device, group)
     if not 0 < timeout < math.inf:
         raise ValueError(f"timeout must be a number of seconds above 0, not {timeout!r}")
     _check_rank(rank, world_size, group)
@@ -148,10 +153,20 @@ class Worker:
         debug = os.environ.get("MAMBAPOOL_DEBUG", "") not in ("", "0")
         self.allocator: SlotAllocator
         self._transfers: Transfers | GroupTransfers
-        self.allocator, self._transfers = _allocator(transport, device, group, debug=debug)
+        #: Of a session on a GPU: how far this process's work there is, see :mod:`mambapool.client.fences`.
+        self.fences: Fences | None = None
+        # A group's pool is in no GPU's memory: the allocator sees to that. Its slot tensors may be.
+        on_gpu = _on_gpu(device, self._pool, transport, debug=debug) if group is None else None
+        if on_gpu is not None:
+            from mambapool.client.transfers import Transfers
+
+            self.allocator, self.fences = on_gpu
+            self._transfers = Transfers(transport, self.allocator)
+        else:
+            self.allocator, self._transfers = _allocator(transport, device, group, debug=debug)
         transport.connection.on_end = self.allocator.disable
         background().add(transport)
-        if group is not None:
+        if group is not None or on_gpu is not None:
             background().add(self.allocator)  # type: ignore[arg-type]
         _workers.add(self)
 
@@ -176,10 +191,21 @@ class Worker:
         self._check_memory()
         return self._pool
 
+    def fence_streams(self, streams: Iterable[Any]) -> None:
+        """Name every CUDA stream that may write to the pool: ``torch.cuda.Stream`` objects, or handles.
+
+        Slots that are freed go to others when these streams have done what was queued on them before; without
+        this call, when the whole context has (CUDA 12.5 or newer). The streams have to outlive this worker. Does
+        nothing for a pool in host memory.
+        """
+        if self.fences is not None:
+            self.fences.register(streams)
+
     def transfer(self, slots: torch.Tensor, to: int) -> None:
         """Offer slots to session number ``to`` of this pool, which takes them with :meth:`accept`.
 
-        Until then they are this session's, but cannot be freed. When the receiver ends before, the offer does,
+        On a GPU the offer is made when the work that is queued now has finished; nobody waits for that. Until
+        then they are this session's, but cannot be freed. When the receiver ends before, the offer does,
         too; when this session does, its slots are free. Never do both hold a slot, and never neither.
         """
         self._transfers.offer(slots, to)
@@ -197,17 +223,42 @@ class Worker:
         return self._transport.messages
 
     def close(self) -> None:
-        """End the session: what it holds becomes free. Returns within a second or so; twice does nothing."""
+        """End the session: what it holds becomes free. Returns within a second or so; twice does nothing.
+
+        On a GPU its slots become free when its queued work has finished: later, if that takes longer than a second.
+        """
         if self._closed:
             return
         self._closed = True
         _workers.discard(self)
+        if self.fences is not None:
+            self._close_on_gpu(self.fences)
+            return
         background().remove(self._transport)
         background().remove(self.allocator)
         # No cycle: the slot table's mapping and descriptor go with the last reference.
         self._transport.connection.on_end = None
         self.allocator.disable(ClientClosed("this client was closed: connect again"))
         self._transport.detach(min(CLOSE_S, self._transport.timeout))
+        if self._pool is not None:
+            self._pool.close()
+
+    def _close_on_gpu(self, fences: Fences) -> None:
+        from mambapool.client.fenced import Fenced
+        from mambapool.client.lingering import Lingering
+
+        assert isinstance(self.allocator, Fenced)
+        deadline = time.monotonic() + min(CLOSE_S, self._transport.timeout)
+        reason = ClientClosed("this client was closed: connect again")
+        self._transport.connection.on_end = None
+        lingering = Lingering(self._transport, self.allocator, fences)
+        self.allocator.disable(reason)
+        if lingering.is_over(deadline):
+            background().remove(self.allocator)
+            background().remove(self._transport)
+            self._transport.detach(max(deadline - time.monotonic(), 0.1))
+        else:
+            lingering.start()
         if self._pool is not None:
             self._pool.close()
 
@@ -278,11 +329,15 @@ def _require_torch() -> None:
         raise ImportError("mambapool's client needs torch: pip install 'mambapool[worker]'") from error
 
 
-def _check_device(device: str | torch.device) -> None:
+def _check_device(device: str | torch.device, group: str | None) -> None:
     """Slot tensors can be made there; found out before the allocator hears of this session."""
     import torch
 
     try:
+        if torch.device(device).type == "cuda" and group is None:
+            from mambapool.client import gpu
+
+            return gpu.check_device(torch.device(device))
         torch.empty(0, device=device)
     except (AssertionError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
@@ -324,16 +379,46 @@ def _attach_shard(
     from mambapool.pool.state_pool import StatePool
 
     socket_name, uuid = shards[rank]
-    descriptor, fd = receive_block(directory.path / socket_name, max(deadline - time.monotonic(), 0.1))
+    descriptor, fd = receive_shard(directory.path / socket_name, max(deadline - time.monotonic(), 0.1))
     try:
         if descriptor.uuid != uuid:
             raise ProtocolError(
                 f"{socket_name} keeps other memory than the allocator knows: its keeper was restarted; "
                 "restart the allocator too"
             )
-        return StatePool.attach(descriptor, fd, device)
+        if fd is not None:
+            return StatePool.attach(descriptor, fd, device)
+        from mambapool.pool.cuda_states import CudaStatePool
+
+        return CudaStatePool.open(descriptor)
     finally:
-        os.close(fd)
+        if fd is not None:
+            os.close(fd)
+
+
+def _on_gpu(
+    device: str | torch.device, pool: StatePool | None, transport: Transport, *, debug: bool
+) -> tuple[Fenced, Fences] | None:
+    """The allocator of a session that has to do with a GPU; None for one that has not."""
+    import torch
+
+    kind = torch.device(device).type
+    if kind != "cuda" and (pool is None or pool.descriptor.cuda is None):
+        return None
+    from mambapool.client import gpu
+    from mambapool.client.device_slots import DeviceSlotTensors
+    from mambapool.client.fenced_allocator import FencedAllocator
+    from mambapool.client.fenced_guaranteed import FencedGuaranteed
+    from mambapool.client.fences import Fences
+
+    context = gpu.context_of(torch.device(device), pool)
+    assert context is not None
+    slots: int = transport.session["slots"]
+    tensors = DeviceSlotTensors(slots, context, cells=2 * slots + _SPARE_CELLS) if kind == "cuda" else None
+    fences = Fences(context)
+    guaranteed = transport.session["guarantee"]
+    make: type[Fenced] = FencedGuaranteed if guaranteed else FencedAllocator
+    return make(transport, device, fences=fences, tensors=tensors, debug=debug), fences
 
 
 def _expectations(

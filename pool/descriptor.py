@@ -14,12 +14,17 @@ from typing import Any
 
 import msgpack
 
+from mambapool.pool.cuda_export import CudaExport
 from mambapool.pool.errors import ConfigError, ProtocolError, VersionMismatch
 from mambapool.pool.layout import BlockLayout, Geometry, PlacedTensor, check_slots
 from mambapool.pool.runtime_dir import check_pool_name
 
 DESCRIPTOR_VERSION = 1
-BACKEND = "shm"
+
+#: Memory of the host, whose file descriptor comes with the descriptor.
+SHM = "shm"
+#: Memory of a GPU, which the descriptor's ``cuda`` says how to open.
+CUDA_IPC = "cuda-ipc"
 
 #: One message of a SEQPACKET socket. A descriptor of two tensors takes about 300 bytes.
 MAX_DESCRIPTOR_BYTES = 64 * 1024
@@ -38,7 +43,8 @@ class ShardDescriptor:
     """One rank's shard of a pool.
 
     ``uuid`` is 16 random bytes, new with each keeper: equal ones mean the same memory. ``pid`` is the
-    keeper's, as the keeper sees it; in another PID namespace it says nothing.
+    keeper's, as the keeper sees it; in another PID namespace it says nothing. ``cuda`` is None for memory of the
+    host.
     """
 
     pool: str
@@ -48,7 +54,7 @@ class ShardDescriptor:
     slots: int
     geometry: Geometry
     pid: int
-    backend: str = BACKEND
+    cuda: CudaExport | None = None
     version: int = DESCRIPTOR_VERSION
 
     def __post_init__(self) -> None:
@@ -60,6 +66,10 @@ class ShardDescriptor:
     @cached_property
     def _layout(self) -> BlockLayout:
         return self.geometry.place(self.slots)
+
+    @property
+    def backend(self) -> str:
+        return SHM if self.cuda is None else CUDA_IPC
 
     @property
     def tensors(self) -> tuple[PlacedTensor, ...]:
@@ -85,7 +95,8 @@ class ShardDescriptor:
         return packed
 
     def _to_wire(self) -> dict[str, Any]:
-        return {
+        cuda = {} if self.cuda is None else {"cuda": self.cuda.to_wire()}
+        return cuda | {
             "version": self.version,
             "backend": self.backend,
             "pool": self.pool,
@@ -122,8 +133,8 @@ def unpack(data: bytes) -> ShardDescriptor:
             f"the keeper describes its shard in version {version}, this process reads "
             f"{DESCRIPTOR_VERSION}: install the same mambapool on both sides"
         )
-    if (backend := _take(message, "backend", str)) != BACKEND:
-        raise ProtocolError(f"descriptor: backend {backend[:40]!r} is not {BACKEND!r}")
+    if (backend := _take(message, "backend", str)) not in (SHM, CUDA_IPC):
+        raise ProtocolError(f"descriptor: backend {backend[:40]!r} is neither {SHM!r} nor {CUDA_IPC!r}")
     descriptor = _build(message)
     _compare(message, descriptor._to_wire())
     return descriptor
@@ -171,6 +182,7 @@ def _build(message: Mapping[str, Any]) -> ShardDescriptor:
             slots=_take(message, "slots", int),
             geometry=geometry,
             pid=pid,
+            cuda=CudaExport.from_wire(message.get("cuda")) if message["backend"] == CUDA_IPC else None,
         )
     except ConfigError as error:
         raise ProtocolError(f"descriptor: {error}") from error

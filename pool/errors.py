@@ -116,6 +116,18 @@ class PoolLost(MambaPoolError):
     """Raised when the memory of a pool is gone."""
 
 
+class CudaError(MambaPoolError):
+    """Raised when CUDA refuses something, or is not there; says what to do.
+
+    ``call`` is the driver's function and ``code`` what it returned, 0 when it was not reached.
+    """
+
+    def __init__(self, message: str, *, call: str = "", code: int = 0) -> None:
+        super().__init__(message)
+        self.call = call
+        self.code = code
+
+
 class AllocatorAlreadyRunning(MambaPoolError):
     """Raised when another process serves the runtime directory; names its pid."""
 

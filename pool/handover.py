@@ -1,9 +1,10 @@
 """Handing a shard's block from its keeper to a client: one message over a SEQPACKET unix socket.
 
-The keeper sends the packed descriptor with the block's file descriptor (SCM_RIGHTS) and closes. A keeper
-that refuses sends the map ``{"version": 1, "error": TEXT}`` without a file descriptor instead. A client
-sends nothing. Both sides ask the kernel for the other's uid (SO_PEERCRED): it must be their own, or root's,
-who can reach into either process anyway. See unix(7).
+The keeper sends the packed descriptor with the block's file descriptor (SCM_RIGHTS) and closes. Memory of a
+GPU has none: the descriptor says how to open it. A keeper that refuses sends the map ``{"version": 1,
+"error": TEXT}`` without a file descriptor instead. A client sends nothing. Both sides ask the kernel for the
+other's uid (SO_PEERCRED): it must be their own, or root's, who can reach into either process anyway. See
+unix(7).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import msgpack
 
-from mambapool.pool.descriptor import MAX_DESCRIPTOR_BYTES, ShardDescriptor, unpack, unpack_map
+from mambapool.pool.descriptor import CUDA_IPC, MAX_DESCRIPTOR_BYTES, ShardDescriptor, unpack, unpack_map
 from mambapool.pool.errors import PoolLost, ProtocolError, RuntimeDirError
 from mambapool.pool.runtime_dir import check_socket_path
 
@@ -43,8 +44,10 @@ def peer_uid(sock: socket.socket) -> int:
     return int(uid)
 
 
-def send_block(sock: socket.socket, descriptor: bytes, fd: int) -> None:
+def send_block(sock: socket.socket, descriptor: bytes, fd: int | None) -> None:
     """Send the packed descriptor and the block over a fresh connection; never waits if ``sock`` does not.
+
+    ``fd`` is None for memory of a GPU.
 
     :class:`RuntimeDirError` when the peer is of another user: it has been told. :class:`OSError` when it
     has gone, or when the kernel has too many descriptors of this user under way (ETOOMANYREFS).
@@ -55,7 +58,7 @@ def send_block(sock: socket.socket, descriptor: bytes, fd: int) -> None:
         _send_refusal(sock, text)
         raise RuntimeDirError(f"refused a client of uid {uid}: the keeper runs as uid {os.geteuid()}")
     try:
-        socket.send_fds(sock, [descriptor], [fd])
+        socket.send_fds(sock, [descriptor], [] if fd is None else [fd])
     except OSError as error:
         _send_refusal(sock, f"the block could not be sent ({error.strerror}): try again")
         raise
@@ -68,12 +71,20 @@ def _send_refusal(sock: socket.socket, text: str) -> None:
 
 
 def receive_block(path: Path, timeout: float) -> tuple[ShardDescriptor, int]:
+    """:func:`receive_shard` of one in host memory; :class:`ProtocolError` if it is on a GPU."""
+    descriptor, fd = receive_shard(path, timeout)
+    if fd is None:
+        raise ProtocolError(f"{_name(path)} keeps memory of a GPU, not of the host")
+    return descriptor, fd
+
+
+def receive_shard(path: Path, timeout: float) -> tuple[ShardDescriptor, int | None]:
     """Ask the keeper that listens on ``path`` for its shard; the file descriptor is the caller's to close.
 
-    ``timeout`` in seconds bounds the whole call. :class:`PoolLost` when no keeper is there or it does not
-    answer in time, :class:`RuntimeDirError` when one of both refuses the other's user,
-    :class:`ProtocolError` and :class:`~mambapool.pool.errors.VersionMismatch` when what comes is not one
-    descriptor with one file descriptor. No error leaves a file descriptor open.
+    There is none for memory of a GPU. ``timeout`` in seconds bounds the whole call. :class:`PoolLost` when
+    no keeper is there or it does not answer in time, :class:`RuntimeDirError` when one of both refuses the
+    other's user, :class:`ProtocolError` and :class:`~mambapool.pool.errors.VersionMismatch` when what comes
+    is not one descriptor with one file descriptor. No error leaves a file descriptor open.
     """
     deadline = time.monotonic() + timeout
     keeper = _name(path)
@@ -88,7 +99,7 @@ def receive_block(path: Path, timeout: float) -> tuple[ShardDescriptor, int]:
         except OSError as error:
             raise PoolLost(f"{keeper} is not there: {error.strerror}") from error
     with _closed_on_error(fds):
-        return _check_message(keeper, data, fds, flags), fds[0]
+        return _check_message(keeper, data, fds, flags), fds[0] if fds else None
 
 
 def _name(path: Path) -> str:
@@ -135,18 +146,24 @@ def _check_message(keeper: str, data: bytes, fds: list[int], flags: int) -> Shar
     if not data and not fds:
         raise PoolLost(f"{keeper} closed the connection without an answer")
     if not fds:
-        raise _refusal(keeper, data)
+        return _check_without_fd(keeper, data)
     if len(fds) != 1:
         raise ProtocolError(f"{keeper} sent {len(fds)} file descriptors, expected one")
-    return unpack(data)
+    descriptor = unpack(data)
+    if descriptor.cuda is not None:
+        raise ProtocolError(f"{keeper} sent a file descriptor for memory of a GPU, which has none")
+    return descriptor
 
 
-def _refusal(keeper: str, data: bytes) -> RuntimeDirError | ProtocolError:
+def _check_without_fd(keeper: str, data: bytes) -> ShardDescriptor:
+    """Memory of a GPU, or a refusal, which is raised."""
     message = unpack_map(data)
     text = message.get("error")
     if message.get("version") == _REFUSAL_VERSION and isinstance(text, str):
-        return RuntimeDirError(f"{keeper} refused: {text}")
-    return ProtocolError(f"{keeper} sent a descriptor without the file descriptor of its block")
+        raise RuntimeDirError(f"{keeper} refused: {text}")
+    if message.get("backend") != CUDA_IPC:
+        raise ProtocolError(f"{keeper} sent a descriptor without the file descriptor of its block")
+    return unpack(data)
 
 
 @contextlib.contextmanager

@@ -24,15 +24,21 @@ def slot_ids(
     with ``distinct`` :class:`DuplicateSlot`.
     """
     ids = _from_tensor(value, what) if isinstance(value, torch.Tensor) else _from_sequence(value, what)
-    if ids and (min(ids) < 1 or max(ids) > size):
-        _refuse_range(ids, size, what)
+    check_ids(ids, size, what)
     if distinct and len(set(ids)) < len(ids):
         twice = _repeated(ids)
         raise DuplicateSlot(f"{what}: slot {_named(twice)} is named more than once", twice)
     return ids
 
 
-def _from_tensor(value: torch.Tensor, what: str) -> list[int]:
+def check_ids(ids: list[int], size: int, what: str) -> None:
+    """:class:`SlotOutOfRange` or :class:`ReservedSlot` unless each is from 1 to ``size``."""
+    if ids and (min(ids) < 1 or max(ids) > size):
+        _refuse_range(ids, size, what)
+
+
+def check_form(value: torch.Tensor, what: str) -> None:
+    """:class:`BadIndexTensor` for a tensor that cannot hold ids, whatever its values, which are not read."""
     if value.layout is not torch.strided or value.is_meta:
         raise BadIndexTensor(
             f"{what}: a {'meta' if value.is_meta else value.layout} tensor; pass a dense one with values"
@@ -42,11 +48,15 @@ def _from_tensor(value: torch.Tensor, what: str) -> list[int]:
             f"{what}: a tensor of shape {tuple(value.shape)}; pass one dimension, for example t.flatten()"
         )
     if value.numel() == 0:
-        return []
+        return
     if value.dtype is torch.bool:
         raise BadIndexTensor(f"{what}: a mask; pass the ids, for example mask.nonzero().flatten()")
     if value.is_floating_point() or value.is_complex():
         raise BadIndexTensor(f"{what}: a tensor of {value.dtype}; pass integers, for example t.to(torch.int64)")
+
+
+def _from_tensor(value: torch.Tensor, what: str) -> list[int]:
+    check_form(value, what)
     ids: list[int] = value.reshape(-1).tolist()
     return ids
 

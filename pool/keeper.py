@@ -2,7 +2,7 @@
 
 It decides nothing and runs no code of a client, so that it has no reason to end before it is told to. It
 is started as ``python -m mambapool.pool.keeper CONFIG [--ready-fd N]``, or by ``mambapool keeper``, and
-imports nothing heavier than msgpack.
+imports nothing heavier than msgpack, and cuda-bindings if its memory is a GPU's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import socket
 import stat
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -29,7 +29,7 @@ from mambapool.pool.descriptor import UUID_BYTES, ShardDescriptor, check_rank
 from mambapool.pool.errors import ConfigError, MambaPoolError, RuntimeDirError
 from mambapool.pool.exits import EXIT_DONE, exit_status
 from mambapool.pool.handover import send_block
-from mambapool.pool.layout import Geometry, check_slots
+from mambapool.pool.layout import DEVICES, Geometry, check_slots
 from mambapool.pool.process_lock import ProcessLock
 from mambapool.pool.runtime_dir import RuntimeDir, check_pool_name, check_socket_path
 from mambapool.pool.shm import create_block
@@ -56,7 +56,7 @@ _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 @dataclass(frozen=True, slots=True)
 class KeeperConfig:
-    """What one keeper keeps, and where.
+    """What one keeper keeps, and where; ``device`` is ``cpu`` or ``cuda``.
 
     ``parent_pid`` is the process that the keeper ends with; None lets it outlive the one that started it.
     """
@@ -68,9 +68,12 @@ class KeeperConfig:
     slots: int
     geometry: Geometry
     parent_pid: int | None = None
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         check_pool_name(self.pool)
+        if self.device not in DEVICES:
+            raise ConfigError(f"device {self.device!r} is not one of {', '.join(DEVICES)}")
         check_rank(self.rank, self.tp_size)
         check_slots(self.slots)
         if self.parent_pid is not None and type(self.parent_pid) is not int:
@@ -118,8 +121,18 @@ def keep(config: KeeperConfig, announce: Callable[[ShardDescriptor], None]) -> N
     _take_lock(directory, config)
     _allow_many_clients()
     descriptor = _describe(config)
+    descriptor.pack()  # refused before memory is had
+    name = f"mambapool-{config.pool}-{config.rank}"
+    block = None
+    if config.device == "cuda":
+        from mambapool.pool.cuda_block import CudaBlock
+
+        on_gpu = CudaBlock(name, descriptor.size_bytes, config.rank)
+        descriptor = replace(descriptor, cuda=on_gpu.export)
+        log.info("on %s", on_gpu.device)
+    else:
+        block = create_block(name, descriptor.size_bytes)
     packed = descriptor.pack()
-    block = create_block(f"mambapool-{config.pool}-{config.rank}", descriptor.size_bytes)
     with _StopFlag() as stop, _listening(path) as listener:
         shard = f"pool {config.pool} rank {config.rank}"
         log.info("keeping %s: %d bytes, pid %d", shard, descriptor.size_bytes, descriptor.pid)
@@ -227,7 +240,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _serve(
-    listener: socket.socket, stop: _StopFlag, descriptor: bytes, block: int, parent_pid: int | None
+    listener: socket.socket, stop: _StopFlag, descriptor: bytes, block: int | None, parent_pid: int | None
 ) -> None:
     """One client per turn, so that no number of them keeps a stop or the parent's end from being seen."""
     while not stop.is_set and (parent_pid is None or os.getppid() == parent_pid):
@@ -252,7 +265,7 @@ def _readable(timeout_s: float, *fds: int) -> list[int]:
     return [fd for fd, _event in poll.poll(timeout_s * 1000)]
 
 
-def _hand_over(client: socket.socket, descriptor: bytes, block: int) -> None:
+def _hand_over(client: socket.socket, descriptor: bytes, block: int | None) -> None:
     client.setblocking(False)
     try:
         send_block(client, descriptor, block)

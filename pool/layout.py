@@ -22,6 +22,9 @@ from mambapool.pool.errors import ConfigError
 
 ALIGNMENT_BYTES = 256
 
+#: Where the block can be: memory of the host, or of a GPU.
+DEVICES = ("cpu", "cuda")
+
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 #: Ids travel and are stored as int32.

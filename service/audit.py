@@ -59,6 +59,7 @@ def _holder(pool: Pool, session: Session, now: float) -> dict[str, Any]:
         "window": session.window,
         "held": session.held,
         "offered": session.offered,
+        **({"quarantined": session.quarantined} if session.dead_since is not None else {}),
         "group": session.group.name if session.group else None,
         "guarantee": session.guarantee,
         # In the table every rank has its group's; the slots are rank 0's.

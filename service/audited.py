@@ -25,7 +25,7 @@ class Holding:
     name: str
     pid: int
     state: str  # of the session: live, suspect, gone
-    kind: str  # held, window, offered, guarantee
+    kind: str  # held, window, offered, guarantee, quarantined
     offered_to: int | None
     generation: int
     request: int
@@ -86,17 +86,23 @@ class AuditedPool:
         plain: npt.NDArray[np.bool_] = of_window & (self.offered_to == 0)
         return plain
 
+    @property
+    def quarantined(self) -> npt.NDArray[np.bool_]:
+        """Per slot, whether it is kept back because its holder is dead."""
+        return np.isin(self.holder, [number for number, holder in self.holders.items() if "quarantined" in holder])
+
     def counts(self) -> dict[str, int]:
         """Slots by what they are, from the rows."""
         held = self.owner[1:] != 0
         offered = held & (self.offered_to[1:] != 0)
         windows = self.in_window[1:] & held
+        quarantined = self.quarantined[1:]
         return {
             "free": int(np.count_nonzero(~held)),
-            "held": int(np.count_nonzero(held & ~offered & ~windows)),
+            "held": int(np.count_nonzero(held & ~offered & ~windows & ~quarantined)),
             "windows": int(np.count_nonzero(windows)),
             "offered": int(np.count_nonzero(offered)),
-            "quarantined": 0,
+            "quarantined": int(np.count_nonzero(quarantined)),
         }
 
     def holdings(self, older_than_s: float = 0.0) -> list[Holding]:
@@ -117,6 +123,8 @@ class AuditedPool:
             kind = "offered" if offered_to else "window" if in_window[slot] else "held"
             if request == GUARANTEE_REQUEST and holder.get("guarantee"):
                 kind = "guarantee"
+            if "quarantined" in holder:
+                kind = "quarantined"
             found.append(
                 Holding(
                     slot=slot,

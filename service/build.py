@@ -10,7 +10,7 @@ import time
 from mambapool.pool.descriptor import ShardDescriptor
 from mambapool.pool.digest import digest16
 from mambapool.pool.errors import GeometryMismatch, MambaPoolError, PoolLost
-from mambapool.pool.handover import receive_block
+from mambapool.pool.handover import receive_shard
 from mambapool.pool.layout import Geometry
 from mambapool.pool.runtime_dir import POOL_NAME, RuntimeDir
 from mambapool.pool.slot_table import TableLayout
@@ -60,7 +60,8 @@ class _Builder:
         self._epoch = max(before) + 1 if before else int.from_bytes(os.urandom(6), "little") or 1
         pools = [self._pool(pool, shards, uuid, tables[pool.name]) for pool, shards, uuid in kept]
         pools += [self._restored(table.path.stem, table) for table in created]
-        return Registry(pools, self.make_pool, self._watcher), self._epoch
+        registry = Registry(pools, self.make_pool, self._watcher, quarantine_s=self._config.quarantine_s)
+        return registry, self._epoch
 
     def make_pool(self, name: str, slots: int) -> Pool:
         """The allocator-only pool that a client asks for; it ends with its last session."""
@@ -87,7 +88,8 @@ class _Builder:
             _compare(pool, descriptor)
             lock = WatchedLock(keeper_lock_name(pool.name, rank), self._directory.keeper_lock(pool.name, rank))
             self._watcher.watch_process(lock, descriptor.pid)
-            shards.append(Shard(self._directory.keeper_socket(pool.name, rank).name, descriptor.uuid))
+            socket_name = self._directory.keeper_socket(pool.name, rank).name
+            shards.append(Shard(socket_name, descriptor.uuid, descriptor.backend))
         if not shards:
             return (), None
         # One name for all shards of this moment: a table of other shards' slots is not this pool's.
@@ -187,13 +189,15 @@ def _kept_pools(directory: RuntimeDir) -> list[PoolConfig]:
             if isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError):
                 continue  # the keeper was killed, or has ended just now
             raise
-        kept[match["pool"]] = PoolConfig(match["pool"], shard.slots, shard.geometry, shard.tp_size)
+        device = "cpu" if shard.cuda is None else "cuda"
+        kept[match["pool"]] = PoolConfig(match["pool"], shard.slots, shard.geometry, shard.tp_size, device)
     return list(kept.values())
 
 
 def _describe(directory: RuntimeDir, pool: str, rank: int) -> ShardDescriptor:
-    descriptor, fd = receive_block(directory.keeper_socket(pool, rank), KEEPER_TIMEOUT_S)
-    os.close(fd)  # the allocator never maps a state
+    descriptor, fd = receive_shard(directory.keeper_socket(pool, rank), KEEPER_TIMEOUT_S)
+    if fd is not None:
+        os.close(fd)  # the allocator never maps a state
     return descriptor
 
 
@@ -203,7 +207,9 @@ def _text(geometry: Geometry | None) -> str:
 
 def _compare(pool: PoolConfig, descriptor: ShardDescriptor) -> None:
     """All shards of a pool, and its configuration, must agree field by field."""
+    on = "cpu" if descriptor.cuda is None else "cuda"
     for field, ours, kept in (
+        ("device", pool.device, on),
         ("slots", pool.slots, descriptor.slots),
         ("geometry", _text(pool.geometry), _text(descriptor.geometry)),
         ("tp_size", pool.tp_size, descriptor.tp_size),

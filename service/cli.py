@@ -14,6 +14,7 @@ from mambapool.service.commands.audit import audit
 from mambapool.service.commands.bench import bench
 from mambapool.service.commands.completion import PROGRAM, VARIABLE, completion
 from mambapool.service.commands.config import config
+from mambapool.service.commands.doctor import doctor
 from mambapool.service.commands.evict import evict_command
 from mambapool.service.commands.geometry import geometry
 from mambapool.service.commands.keeper import keeper
@@ -65,6 +66,7 @@ for _command in (
     allocator,
     status,
     audit,
+    doctor,
     evict_command,
     geometry,
     replay,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from mambapool.pool.errors import ConfigError
-from mambapool.pool.layout import Geometry, check_slots
+from mambapool.pool.layout import DEVICES, Geometry, check_slots
 from mambapool.pool.runtime_dir import check_pool_name
 
 #: Ranks of one pool: eight nodes of eight devices are 64; the bound only keeps mistakes out.
@@ -23,12 +23,19 @@ class PoolConfig:
     slots: int
     geometry: Geometry | None = None
     tp_size: int = 1
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         check_pool_name(self.name)
         check_slots(self.slots)
+        if self.device not in DEVICES:
+            raise ConfigError(f"device {self.device!r}: expected {' or '.join(DEVICES)}")
         if type(self.tp_size) is not int or not 1 <= self.tp_size <= MAX_TP_SIZE:
             raise ConfigError(f"tp_size {self.tp_size!r}: expected a whole number from 1 to {MAX_TP_SIZE}")
+        if self.geometry is None and self.device != "cpu":
+            raise ConfigError(
+                f"pool {self.name}: --device {self.device} needs --model or --state: without, it has no memory"
+            )
         if self.geometry is None and self.tp_size != 1:
             raise ConfigError(
                 f"pool {self.name}: --tp-size needs --model or --state, which say what a shard holds"
@@ -40,7 +47,13 @@ class PoolConfig:
 
     def to_wire(self) -> dict[str, Any]:
         geometry = self.geometry.to_wire() if self.geometry else None
-        return {"name": self.name, "slots": self.slots, "geometry": geometry, "tp_size": self.tp_size}
+        return {
+            "name": self.name,
+            "slots": self.slots,
+            "geometry": geometry,
+            "tp_size": self.tp_size,
+            "device": self.device,
+        }
 
     @classmethod
     def from_wire(cls, value: dict[str, Any]) -> Self:
@@ -50,6 +63,7 @@ class PoolConfig:
             value["slots"],
             Geometry.from_wire(geometry) if geometry else None,
             value["tp_size"],
+            value["device"],
         )
 
 
@@ -61,6 +75,8 @@ class AllocatorConfig:
     pools: tuple[PoolConfig, ...] = ()
     max_sessions: int = 1024
     max_waiters: int = 1024
+    #: How long at least the slots of a dead process are kept back, if they are on a GPU.
+    quarantine_s: float = 1.0
     parent_pid: int | None = None
     #: The keepers were started with this allocator: a slot table of memory before theirs is of no use.
     fresh: bool = False

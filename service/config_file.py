@@ -27,7 +27,7 @@ from mambapool.pool.models import load_model_config, state_shape
 from mambapool.service.config import PoolConfig
 
 _POOL_KEYS = {"pool": str, "slots": int, "model": str, "state": list, "tp-size": int, "device": str}
-_TOP_KEYS = {"dir": str, "max-sessions": int, "max-waiters": int, "pool": list}
+_TOP_KEYS = {"dir": str, "max-sessions": int, "max-waiters": int, "quarantine": str, "pool": list}
 _WORDS = {str: "a text", int: "a whole number", list: "a list"}
 
 DEFAULT_POOL = "default"
@@ -41,6 +41,7 @@ class FileSettings:
     max_sessions: int | None
     max_waiters: int | None
     pools: tuple[PoolConfig, ...]
+    quarantine_s: float | None = None
 
 
 #: A pool's keys, with what holds for those that nobody names.
@@ -68,7 +69,9 @@ class Entries:
         return self.from_file[number] if number < len(self.from_file) else frozenset()
 
 
-def pool_config(name: str, slots: int, model: str | None, states: tuple[str, ...], tp_size: int) -> PoolConfig:
+def pool_config(
+    name: str, slots: int, model: str | None, states: tuple[str, ...], tp_size: int, device: str = "cpu"
+) -> PoolConfig:
     """A pool as flags or a file describe it: by a model, by tensors, or by neither (allocator-only)."""
     if model and states:
         raise ConfigError(f"pool {name}: --model and --state both say what a state is; pass one of them")
@@ -77,16 +80,7 @@ def pool_config(name: str, slots: int, model: str | None, states: tuple[str, ...
         geometry = state_shape(load_model_config(model), tp_size).geometry()
     elif states:
         geometry = Geometry(tuple(TensorSpec.parse(state) for state in states))
-    return PoolConfig(name, slots, geometry, tp_size)
-
-
-def check_device(device: str) -> None:
-    if device == "cuda":
-        raise ConfigError(
-            "--device cuda: this version keeps states in shared memory of the host; use --device cpu"
-        )
-    if device != "cpu":
-        raise ConfigError(f"device {device!r}: expected cpu")
+    return PoolConfig(name, slots, geometry, tp_size, device)
 
 
 def read_config_file(path: str, flags: Mapping[str, Any]) -> FileSettings:
@@ -99,7 +93,8 @@ def read_config_file(path: str, flags: Mapping[str, Any]) -> FileSettings:
         _pool(entry, f"{path}, [[pool]] {number}") for number, entry in enumerate(entries.pools, start=1)
     )
     top = entries.top
-    return FileSettings(top.get("dir"), top.get("max-sessions"), top.get("max-waiters"), pools)
+    quarantine_s = _duration(top["quarantine"], path) if "quarantine" in top else None
+    return FileSettings(top.get("dir"), top.get("max-sessions"), top.get("max-waiters"), pools, quarantine_s)
 
 
 def read_entries(path: str, flags: Mapping[str, Any]) -> Entries:
@@ -108,6 +103,15 @@ def read_entries(path: str, flags: Mapping[str, Any]) -> Entries:
     pools = _pool_entries(content, path)
     from_file = tuple(frozenset(entry) for entry in content.pop("pool", []))
     return Entries(content, pools, _apply_flags(pools, flags, path), from_file)
+
+
+def _duration(text: str, where: str) -> float:
+    from mambapool.service.options import parse_duration
+
+    try:
+        return parse_duration(text)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: quarantine: {error}") from error
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -163,9 +167,13 @@ def _pool(entry: dict[str, Any], where: str) -> PoolConfig:
     if not all(isinstance(state, str) for state in states):
         raise ConfigError(f"{where}: state must be a list of texts like conv=bfloat16:4x96x3")
     try:
-        check_device(entry.get("device", "cpu"))
         return pool_config(
-            entry["pool"], entry["slots"], entry.get("model"), tuple(states), entry.get("tp-size", 1)
+            entry["pool"],
+            entry["slots"],
+            entry.get("model"),
+            tuple(states),
+            entry.get("tp-size", 1),
+            entry.get("device", "cpu"),
         )
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error

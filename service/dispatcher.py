@@ -116,10 +116,15 @@ class Dispatcher:
         for session in self.registry.sessions.values():
             forget_what_was_freed(session)
 
-    def lease_released(self, lease_name: bytes, how: str) -> None:
+    def lease_released(self, lease_name: bytes, how: str, now: float = 0.0) -> None:
         """The watcher saw a session's lock released; whoever waits for its slots is answered."""
-        pool = self.registry.bury(lease_name, how)
+        pool = self.registry.bury(lease_name, how, now)
         if pool is not None:
+            self._turns.serve(pool)
+
+    def tick(self, now: float) -> None:
+        """Time passes: quarantines end, and whoever waits for their slots is answered."""
+        for pool in self.registry.release_quarantined(now):
             self._turns.serve(pool)
 
     def _for_anybody(
@@ -195,6 +200,11 @@ class Dispatcher:
                 who = f"session {session.number} is of group {group.name}, of which {pids} live and may"
             raise AllocatorUnavailable(
                 f"{who} still write to its {held} slots: end that process, or evict it by force"
+            )
+        if session.dead_since is not None and not message[7]:
+            raise AllocatorUnavailable(
+                f"session {session.number} ({session.name}, pid {session.pid}) is dead, and its {session.held} slots "
+                "are kept back until no work of it on the GPU can write to them: wait, or evict it by force"
             )
         freed = self.registry.evict(session)
         self._turns.serve(session.pool)

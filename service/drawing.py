@@ -19,6 +19,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from mambapool.pool.layout import Geometry
+from mambapool.service.findings import Finding
 
 
 class Summary(Protocol):
@@ -148,3 +149,17 @@ def plain_table(*columns: Column | str) -> Table:
 
 def _right(*headers: str) -> list[Column]:
     return [Column(header, justify="right") for header in headers]
+
+
+_MARKS = {"good": ("ok", "green"), "note": ("note", "yellow"), "bad": ("FAILS", "red")}
+
+
+def draw_findings(findings: Sequence[Finding]) -> None:
+    """What ``mambapool doctor`` found, one below the other."""
+    console = Console(highlight=False, soft_wrap=True)
+    for finding in findings:
+        mark, style = _MARKS[finding.state]
+        console.print(Text(f"{mark:>5}  ", style), Text(f"{finding.what}: {finding.found}"), sep="")
+        console.print(Text(f"       {finding.means}", "dim"))
+        if finding.todo:
+            console.print(Text(f"       → {finding.todo}", style))

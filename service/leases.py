@@ -78,6 +78,9 @@ class Leases(Protocol):
     def open(self, name: bytes) -> Lock:
         """Look after this lease from now on; :class:`ProtocolError` unless somebody holds it."""
 
+    def has_ended(self, name: bytes) -> bool | None:
+        """Whether the process that had this lease has ended, and not only released it; None: nobody knows."""
+
     def forget(self, lease: Lock, *, dead: bool) -> None:
         """Its session is gone; ``dead``: nobody is left to remove its file."""
 

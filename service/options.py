@@ -107,6 +107,12 @@ dir_option = option(
     help="Runtime directory: sockets, locks, slot tables. Default: $XDG_RUNTIME_DIR/mambapool, else "
     "/run/mambapool if it can be written, else /tmp/mambapool-UID.",
 )
+quarantine_option = option(
+    "--quarantine",
+    type=DURATION,
+    metavar="T",
+    help="Keep a dead process's slots on a GPU back for so long, and until it has ended.  [default: 1s]",
+)
 json_option = option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 
 
@@ -143,7 +149,7 @@ def pool_options(*, required_slots: bool, slots_help: str) -> Callable[[F], F]:
             type=click.Choice(["cpu", "cuda"]),
             default="cpu",
             show_default=True,
-            help="Where the states live: cpu is shared memory of this host.",
+            help="Where the states live: cpu is shared memory of this host; with cuda each rank has a GPU.",
         ),
     )
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mambapool.pool import slot_table as st
+from mambapool.pool.descriptor import SHM
 from mambapool.pool.errors import AllocatorUnavailable, GuaranteeExceeded, InvalidSlots, NotHolder
 from mambapool.pool.layout import Geometry
 from mambapool.service.groups import Group
@@ -21,10 +22,11 @@ from mambapool.service.waiting import WaitQueue
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Where one rank's memory is had: the keeper's socket in the runtime directory, and its uuid."""
+    """Where one rank's memory is had: the keeper's socket in the runtime directory, its uuid, what it is."""
 
     socket_name: str
     uuid: bytes
+    backend: str = SHM
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,11 @@ class Pool:
     def __repr__(self) -> str:
         return f"Pool({self.name!r}, {self.ledger!r}, sessions={len(self.sessions)})"
 
+    @property
+    def backend(self) -> str | None:
+        """What the states are kept in; None without any. All shards of a pool are of one kind."""
+        return self.shards[0].backend if self.shards else None
+
     def attach(self, session: Session) -> None:
         """Enter a new session, whose row was taken from :attr:`rows`."""
         self.check_guarantee(session.guarantee)
@@ -174,6 +181,26 @@ class Pool:
         """Nobody is there for it any more: what it waits for, and offers to it, end; staged."""
         self.waiting.remove(session)
         for offer in [offer for offer in self.offers if offer.receiver == session.number]:
+            self._withdraw(offer)
+
+    def quarantine(self, session: Session, now: float) -> None:
+        """Its process is dead, but not its work on the GPU: its slots stay its own, everything else of it ends.
+
+        :meth:`detach` ends the quarantine. An allocator that is restarted meanwhile finds the session in the table,
+        and its lease released.
+        """
+        self.waiting.remove(session)
+        session.accepting = 0
+        session.identity = b""  # nobody speaks for it any more
+        session.dead_since = now
+        self.end_offers(session)
+        if session.window:
+            self._set_window(session, 0)
+        self.commit()
+
+    def end_offers(self, session: Session) -> None:
+        """Those of a session and those to it; staged."""
+        for offer in [o for o in self.offers if o.giver is session or o.receiver == session.number]:
             self._withdraw(offer)
 
     def clear(self, session: Session, number: int) -> None:
@@ -238,7 +265,8 @@ class Pool:
 
     def offer(self, session: Session, ids: Ids, receiver: int) -> None:
         """Offer slots of ``session`` to another one of this pool; they stay its own, but cannot be freed."""
-        if receiver not in self.sessions or receiver == session.number or self.sessions[receiver].gone:
+        other = self.sessions.get(receiver)
+        if other is None or other is session or other.gone or other.dead_since is not None:
             raise InvalidSlots(f"session {receiver} is no other session of pool {self.name}", ids.tolist())
         if session.guarantee:
             granted = [int(slot) for slot in ids if self._is_guaranteed(session, int(slot))]
@@ -292,7 +320,8 @@ class Pool:
 
     def check_guarantee(self, guarantee: int) -> None:
         """Refuse a guarantee that the sum of all would not leave room for, whoever frees what."""
-        granted = {s.number: s for s in self.sessions.values() if s.guarantee}
+        # One in quarantine keeps its slots for a moment, and promises nothing.
+        granted = {s.number: s for s in self.sessions.values() if s.guarantee and s.dead_since is None}
         promised = sum(session.guarantee for session in granted.values())
         if guarantee and promised + guarantee > self.slots:
             who = ", ".join(f"{s.name} (session {s.number}) {s.guarantee}" for s in granted.values()) or "nobody"
@@ -357,11 +386,12 @@ class Pool:
                 "group": session.group.name if session.group else None,
                 "rank": session.rank,
                 "state": session.state(now),
-                "held": session.held - session.offered - windows.get(session.number, 0),
+                "held": session.held - session.offered - windows.get(session.number, 0) - session.quarantined,
                 "windows": windows.get(session.number, 0),
                 "offered": session.offered,
                 "guarantee": session.guarantee,
                 "limit": session.limit,
+                **({"quarantined": session.quarantined} if session.dead_since is not None else {}),
             }
             for session in self.sessions.values()
         ]
@@ -372,11 +402,11 @@ class Pool:
             "held": sum(holder["held"] for holder in holders),
             "windows": sum(windows.values()),
             "offered": sum(session.offered for session in self.sessions.values()),
-            "quarantined": 0,
+            "quarantined": sum(session.quarantined for session in self.sessions.values()),
             "waiting": self.waiting.slots,
             "lost": self.lost,
             "bytes_per_slot": self.geometry.bytes_per_slot if self.geometry else 0,
-            "backend": "shm" if self.shards else None,
+            "backend": self.backend,
             "shards": len(self.shards),
             "holders": holders,
         }

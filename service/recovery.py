@@ -16,6 +16,7 @@ from mambapool.service.groups import remove_pages, restore_end, restore_member
 from mambapool.service.leases import Leases, Lock, ReleasedLock
 from mambapool.service.ledger import Ids, Ledger
 from mambapool.service.pools import Offer, Pool
+from mambapool.service.quarantine import needs_quarantine
 from mambapool.service.sessions import GUARANTEE_REQUEST, Session, SessionRows
 from mambapool.service.table_writer import SessionRow, SlotTableWriter
 
@@ -65,6 +66,12 @@ def restore(pool: Pool, leases: Leases, now: float) -> None:
     _restore_answers(pool)
     _restore_offers(pool)
     table.set_waiting(0)
+    quarantined = [session for session in dead if needs_quarantine(pool) and session.held]
+    for session in quarantined:
+        # Since when it is dead, nobody knows.
+        pool.quarantine(session, now)
+        _log.info("session %d died while no allocator ran: its slots are quarantined", session.number)
+    dead = [session for session in dead if session not in quarantined]
     for session in dead:
         leases.forget(session.lease, dead=True)
     _bury(pool, dead)

@@ -9,13 +9,21 @@ from typing import Any
 import numpy as np
 
 from mambapool.pool import protocol
-from mambapool.pool.errors import AllocatorUnavailable, PoolLost, ProtocolError, RuntimeDirError, UnknownPool
+from mambapool.pool.errors import (
+    AllocatorUnavailable,
+    GroupBroken,
+    PoolLost,
+    ProtocolError,
+    RuntimeDirError,
+    UnknownPool,
+)
 from mambapool.pool.group_page import DIED, EVICTED, LEFT
 from mambapool.service.attach import AttachRequest
 from mambapool.service.groups import Group, new_group, those_ranks
 from mambapool.service.leases import Leases
 from mambapool.service.ledger import Ids
 from mambapool.service.pools import Pool
+from mambapool.service.quarantine import is_over, needs_quarantine
 from mambapool.service.ranges import ranges
 from mambapool.service.sessions import Session
 
@@ -28,7 +36,14 @@ _SLOTS_IN_LOG = 128
 class Registry:
     """The pools and sessions of one allocator. Session numbers are never used twice."""
 
-    def __init__(self, pools: Iterable[Pool], make_pool: Callable[[str, int], Pool], leases: Leases) -> None:
+    def __init__(
+        self,
+        pools: Iterable[Pool],
+        make_pool: Callable[[str, int], Pool],
+        leases: Leases,
+        *,
+        quarantine_s: float = 1.0,
+    ) -> None:
         """``make_pool(name, slots)`` makes the allocator-only pools that clients ask for."""
         self.pools = {pool.name: pool for pool in pools}
         self.sessions = {
@@ -38,6 +53,9 @@ class Registry:
         self.ending = False
         #: No message that this allocator has a use for is longer.
         self.max_body_bytes = protocol.MAX_OVERHEAD_BYTES
+        self._quarantine_s = quarantine_s
+        #: Sessions of dead processes whose slots are kept back.
+        self._quarantined = [session for session in self.sessions.values() if session.dead_since is not None]
         self._make_pool = make_pool
         self._leases = leases
         self._by_lease = {session.lease.name: session for session in self.sessions.values()}
@@ -52,6 +70,10 @@ class Registry:
         if session is not None:
             if session.pool.name != request.pool:
                 raise ProtocolError(f"this lease is attached to pool {session.pool.name!r}")
+            if session.dead_since is not None:
+                raise AllocatorUnavailable(
+                    f"session {session.number} is dead, its lease was released: connect again, with another one"
+                )
             session.identity = identity
             # A client says at which of its messages it is: what it has acknowledged is in its requests.
             return session, False
@@ -110,14 +132,28 @@ class Registry:
         self._end_if_last(pool)
         return freed
 
-    def bury(self, lease_name: bytes, how: str) -> Pool | None:
+    def bury(self, lease_name: bytes, how: str, now: float = 0.0) -> Pool | None:
         """A lease was seen released; its session's pool, if that is so and there was one."""
         session = self._by_lease.get(lease_name)
         # The hint may be late or wrong: the lock is the proof.
-        if session is None or session.lease.is_held():
+        if session is None or session.dead_since is not None or session.lease.is_held():
             return None
-        self.end(session, f"is dead ({how})", dead=True)
+        if needs_quarantine(session.pool) and session.held:
+            session.pool.quarantine(session, now)
+            self._quarantined.append(session)
+            _log.info("%s is dead (%s): its %d slots are quarantined", _named(session), how, session.held)
+        else:
+            self.end(session, f"is dead ({how})", dead=True)
         return session.pool
+
+    def release_quarantined(self, now: float) -> set[Pool]:
+        """Free what was kept back long enough; the pools that it is of."""
+        pools = set()
+        for session in list(self._quarantined):
+            if is_over(session, self._leases.has_ended(session.lease.name), self._quarantine_s, now):
+                self.end(session, "was quarantined", dead=True)
+                pools.add(session.pool)
+        return pools
 
     def lose(self, pool_name: str, reason: str) -> None:
         """A keeper of that pool died."""
@@ -165,6 +201,11 @@ class Registry:
             raise PoolLost(f"pool {pool.name} is lost: {pool.lost}")
         number = self._next_number
         limit = min(request.limit or pool.slots, pool.slots)
+        if request.group is not None and needs_quarantine(pool):
+            raise GroupBroken(
+                f"group {request.group} cannot be formed: the states of pool {pool.name} are on GPUs, where what one "
+                "rank frees is not fenced on the others yet; use a pool in the host's memory"
+            )
         group = None if request.group is None else pool.groups.get(request.group)
         if group is not None:
             group.check_join(request, limit)
@@ -221,6 +262,8 @@ class Registry:
 
     def _forget(self, session: Session, *, dead: bool) -> None:
         """Its process has nothing to say any more."""
+        if session.dead_since is not None:
+            self._quarantined.remove(session)
         del self.sessions[session.number]
         del self._by_lease[session.lease.name]
         self._leases.forget(session.lease, dead=dead)

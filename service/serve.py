@@ -46,6 +46,7 @@ class ServeConfig:
     pools: tuple[PoolConfig, ...] = ()
     max_sessions: int = 1024
     max_waiters: int = 1024
+    quarantine_s: float = 1.0
 
 
 class _Stop:
@@ -189,6 +190,7 @@ def _start_allocator(directory: Path, config: ServeConfig, *, fresh: bool) -> Ch
         pools=config.pools,
         max_sessions=config.max_sessions,
         max_waiters=config.max_waiters,
+        quarantine_s=config.quarantine_s,
         parent_pid=os.getpid(),
         fresh=fresh,
     )
@@ -203,7 +205,11 @@ def _check_paths(directory: RuntimeDir, pools: tuple[PoolConfig, ...]) -> None:
 
 def _check_memory(pools: tuple[PoolConfig, ...]) -> None:
     """All shards together, before the first is made: each keeper alone might still find room."""
-    needed = sum(pool.geometry.place(pool.slots).size_bytes * pool.shards for pool in pools if pool.geometry)
+    needed = sum(
+        pool.geometry.place(pool.slots).size_bytes * pool.shards
+        for pool in pools
+        if pool.geometry and pool.device == "cpu"
+    )
     if needed:
         check_available(needed, "keeping all shards")
 
@@ -266,6 +272,7 @@ def _start_keeper(directory: Path, pool: PoolConfig, rank: int) -> Child:
         slots=pool.slots,
         geometry=pool.geometry,
         parent_pid=os.getpid(),
+        device=pool.device,
     )
     return Child.start(
         f"keeper of pool {pool.name} rank {rank}",

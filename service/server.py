@@ -181,9 +181,12 @@ class Server:
                     break
                 if len(sessions) > self._sessions:
                     self._look_at_descriptors()
-            if time.monotonic() > self._count_descriptors_at:
+            now = time.monotonic()
+            if now > self._count_descriptors_at:
                 self._look_at_descriptors()
                 self.dispatcher.tidy()
+            self.dispatcher.tick(now)
+            self._send_outbox()
             if self._parent_pid is not None and os.getppid() != self._parent_pid:
                 _log.warning("process %d, which started this allocator, is gone", self._parent_pid)
                 break
@@ -238,7 +241,7 @@ class Server:
                 if name == keeper_lock_name(pool.name, rank):
                     self.dispatcher.registry.lose(pool.name, f"the {name.decode()} died ({how})")
                     return
-        self.dispatcher.lease_released(name, how)
+        self.dispatcher.lease_released(name, how, time.monotonic())
         self._send_outbox()
 
     def _send_outbox(self) -> None:

@@ -67,6 +67,8 @@ class Session:
     held: int = 0
     #: Slots of them that are offered to another session.
     offered: int = 0
+    #: When it was found dead, on the monotonic clock, while its GPU work may still write to its slots.
+    dead_since: float | None = None
     #: The ACCEPT that waits for an offer, 0: none.
     accepting: int = 0
     #: Requests below this id are closed: their replies have arrived, or nobody waits for them.
@@ -83,9 +85,14 @@ class Session:
 
     def state(self, now: float) -> str:
         """``live``, ``suspect`` or ``gone``; silence alone takes nothing away."""
-        if self.gone:
+        if self.gone or self.dead_since is not None:
             return "gone"
         return "live" if now - self.heard < SUSPECT_AFTER_S else "suspect"
+
+    @property
+    def quarantined(self) -> int:
+        """Slots that are kept back because its process is dead; all that it has then."""
+        return 0 if self.dead_since is None else self.held
 
     def close_requests_below(self, oldest_open: int) -> None:
         """Forget the replies that the client says it has."""

@@ -65,6 +65,7 @@ def _defaults() -> dict[str, Any]:
         "dir": str(server_path(None)),
         "max-sessions": fields["max_sessions"].default,
         "max-waiters": fields["max_waiters"].default,
+        "quarantine": fields["quarantine_s"].default,
     }
 
 
@@ -77,7 +78,11 @@ def _of_daemon(
         value, source = entries.top[key], Source("file", config)
     else:
         value, source = default, Source("default")
-    return Setting(None, key, str(Path(value).absolute()) if key == "dir" else value, source)
+    if key == "dir":
+        value = str(Path(value).absolute())
+    elif key == "quarantine" and not isinstance(value, str):
+        value = f"{value:g}s"  # as a file has it
+    return Setting(None, key, value, source)
 
 
 def _without_file(flags: Mapping[str, Any]) -> Entries:

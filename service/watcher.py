@@ -22,13 +22,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mambapool.pool.errors import RuntimeDirError
+from mambapool.pool.polling import readable
 from mambapool.pool.runtime_dir import RuntimeDir, check_socket_path
 from mambapool.service.leases import Lock, WatchedLock, left_over, open_lease, remove_left_over
 
 _log = logging.getLogger("mambapool.allocator")
 
 # <asm-generic/socket.h>; Python 3.11 has no name for it.
-_SO_PEERPIDFD = 77
+SO_PEERPIDFD = 77
 _UCRED = struct.Struct("3i")
 
 #: How often all locks are looked at, hint or none.
@@ -55,6 +56,7 @@ class _Connection:
         self.socket.close()
         if self.pidfd >= 0:
             os.close(self.pidfd)
+            self.pidfd = -1
 
 
 class Watcher:
@@ -69,6 +71,8 @@ class Watcher:
         self._hinted: dict[bytes, tuple[str, float]] = {}
         self._by_fd: dict[int, _Connection] = {}
         self._processes: dict[int, bytes] = {}
+        #: Lease → its process, which may end later than its connection.
+        self._holders: dict[bytes, int] = {}
         self._path = directory.lease_socket
         self._listener = _listen(directory)
         self._wake, self._woken = socket.socketpair()
@@ -107,11 +111,21 @@ class Watcher:
         # At the edge: somebody else accepts them.
         self._epoll.register(listener, select.EPOLLIN | select.EPOLLET)
 
+    def has_ended(self, name: bytes) -> bool | None:
+        """From the loop's thread: whether that lease's process has ended; None where there is no pidfd of it."""
+        with self._lock:
+            pidfds = [c.pidfd for c in list(self._by_fd.values()) if c.lease == name and c.pidfd >= 0]
+            pidfds += [self._holders[name]] if name in self._holders else []
+            return bool(readable(pidfds[0], timeout=0)) if pidfds else None
+
     def forget(self, lease: Lock, *, dead: bool) -> None:
         """From the loop's thread: its session is gone. The file of a dead one is removed, too."""
         with self._lock:
             self._leases.pop(lease.name, None)
             self._hinted.pop(lease.name, None)
+            holder = self._holders.pop(lease.name, None)
+        if holder is not None:
+            os.close(holder)
         if dead:
             lease.remove()
         else:
@@ -124,7 +138,7 @@ class Watcher:
             self._thread.join()
         for connection in set(self._by_fd.values()):
             connection.close()
-        for pidfd in self._processes:
+        for pidfd in [*self._processes, *self._holders.values()]:
             os.close(pidfd)
         self._epoll.close()
         self._listener.close()
@@ -195,9 +209,19 @@ class Watcher:
         for fd in (connection.socket.fileno(), connection.pidfd):
             if self._by_fd.pop(fd, None) is not None:
                 self._epoll.unregister(fd)
+        self._keep_process(connection)
         connection.close()
         if connection.lease is not None:
             self._hint(connection.lease, how)
+
+    def _keep_process(self, connection: _Connection) -> None:
+        """What the connection knew of its process, for as long as its session may ask for it."""
+        with self._lock:
+            if connection.lease in self._leases and connection.pidfd >= 0:
+                before = self._holders.pop(connection.lease, None)
+                self._holders[connection.lease], connection.pidfd = connection.pidfd, -1
+                if before is not None:
+                    os.close(before)
 
     def _hint(self, name: bytes, how: str) -> None:
         with self._lock:
@@ -265,8 +289,13 @@ def _peer_uid(client: socket.socket) -> int:
 
 
 def _peer_pidfd(client: socket.socket) -> int:
-    """-1 where the kernel has none: then the connection and the sweep have to do."""
+    """-1 where there is none to be had: then the connection and the sweep have to do."""
     try:
-        return client.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+        return client.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+    except OSError:
+        pid, _uid, _gid = _UCRED.unpack(client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    try:
+        # Before Linux 6.5. The pid is 0 when the process is in a PID namespace that cannot be seen from here.
+        return os.pidfd_open(pid) if pid > 0 else -1
     except OSError:
         return -1

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from mambapool.client.replay.admission import Holding
 from mambapool.client.replay.checks import Check, verify
+from mambapool.client.replay.device_states import map_states
 from mambapool.client.replay.findings import Findings
 from mambapool.client.replay.inputs import Inputs
-from mambapool.client.replay.mapped_states import MappedStates
 from mambapool.client.replay.pool_api import Worker
 from mambapool.client.replay.private_states import PrivateStates, SlotWords
 from mambapool.client.replay.recurrence import FIRST_TRACK_STEP, drive
@@ -46,7 +46,7 @@ class Batch:
 
     def __init__(self, worker: Worker, findings: Findings) -> None:
         self._pool = worker.pool
-        self._mapped = MappedStates(worker.states)
+        self._mapped = map_states(worker.states)
         self._private = PrivateStates(self._mapped.tensors)
         self._inputs = Inputs(self._mapped.tensors)
         self._findings = findings

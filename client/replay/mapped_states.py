@@ -41,7 +41,7 @@ class MappedStates:
     def __init__(self, states: Mapping[str, torch.Tensor]) -> None:
         self._views = [_word_view(tensor) for tensor in states.values()]
         self.tensors = tuple(
-            _describe(name, tensor, view) for (name, tensor), view in zip(states.items(), self._views, strict=True)
+            describe(name, tensor, view) for (name, tensor), view in zip(states.items(), self._views, strict=True)
         )
         self._multipliers = [tensor.word(MULTIPLIER[tensor.bits]) for tensor in self.tensors]
 
@@ -51,14 +51,14 @@ class MappedStates:
         Whatever the slots' last owners left in them is gone.
         """
         for view, words in zip(self._views, inputs, strict=True):
-            view[:, slots] = _by_layer(words, view)
+            view[:, slots] = by_layer(words, view)
 
     def advance(self, slots: NDArray[np.int64], inputs: Sequence[Words]) -> None:
         """One step of the recurrence for ``slots``: gathered, advanced, and written back."""
         for view, multiplier, words in zip(self._views, self._multipliers, inputs, strict=True):
             rows = view.take(slots, axis=1)
             rows *= multiplier
-            rows += _by_layer(words, view)
+            rows += by_layer(words, view)
             view[:, slots] = rows
 
     def read(self, slots: NDArray[np.int64]) -> list[Words]:
@@ -70,23 +70,24 @@ class MappedStates:
 
 
 def _word_view(tensor: torch.Tensor) -> Words:
-    """The same memory as ``[layers, rows, words per layer]`` of int32, or of int16 where that is no whole."""
-    layers, rows = tensor.shape[:2]
-    if tensor.element_size() == 4:
-        view = tensor.view(torch.int32).view(layers, rows, -1)
-    else:
-        view = tensor.view(torch.int16).view(layers, rows, -1)
-        if view.shape[-1] % 2 == 0:
-            view = view.view(torch.int32)
-    words: Words = view.numpy()
+    words: Words = word_tensor(tensor).numpy()
     return words
 
 
-def _describe(name: str, tensor: torch.Tensor, view: Words) -> TensorWords:
+def word_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as ``[layers, rows, words per layer]`` of int32, or of int16 where that is no whole."""
+    layers, rows = tensor.shape[:2]
+    if tensor.element_size() == 4:
+        return tensor.view(torch.int32).view(layers, rows, -1)
+    view = tensor.view(torch.int16).view(layers, rows, -1)
+    return view.view(torch.int32) if view.shape[-1] % 2 == 0 else view
+
+
+def describe(name: str, tensor: torch.Tensor, view: Words | torch.Tensor) -> TensorWords:
     shape = (tensor.shape[0], *tensor.shape[2:])
     return TensorWords(name, shape, tensor.element_size(), view.shape[0] * view.shape[2], 8 * view.itemsize)
 
 
-def _by_layer(words: Words, view: Words) -> Words:
+def by_layer(words: Words, view: Words | torch.Tensor) -> Words:
     """``[slots, words]`` as ``[layers, slots, words per layer]``; no copy."""
     return words.reshape(len(words), view.shape[0], view.shape[2]).transpose(1, 0, 2)

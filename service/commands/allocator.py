@@ -9,7 +9,7 @@ from mambapool.pool.runtime_dir import RuntimeDir
 from mambapool.service.commands.common import configure_logging
 from mambapool.service.commands.manual import Command
 from mambapool.service.config import AllocatorConfig, PoolConfig
-from mambapool.service.options import dir_option, option
+from mambapool.service.options import dir_option, option, quarantine_option
 
 
 @click.command(
@@ -27,8 +27,16 @@ from mambapool.service.options import dir_option, option
 @option("--slots", type=int, metavar="N", help="Make an allocator-only pool of N slots.")
 @option("--max-sessions", type=int, metavar="N", default=1024, show_default=True, help="Sessions per pool.")
 @option("--max-waiters", type=int, metavar="N", default=1024, show_default=True, help="Waiting requests per pool.")
+@quarantine_option
 @dir_option
-def allocator(pool: str, slots: int | None, max_sessions: int, max_waiters: int, directory: str | None) -> None:
+def allocator(
+    pool: str,
+    slots: int | None,
+    max_sessions: int,
+    max_waiters: int,
+    quarantine: float | None,
+    directory: str | None,
+) -> None:
     """Run the allocator alone, until SIGTERM; it serves the keepers that live in its directory.
 
     What an allocator before it left there, it takes over: sessions that still live keep their slots.
@@ -39,6 +47,6 @@ def allocator(pool: str, slots: int | None, max_sessions: int, max_waiters: int,
     pools = (PoolConfig(pool, slots),) if slots is not None else ()
     place = RuntimeDir.for_server(directory)
     run_allocator(
-        AllocatorConfig(place.path, pools, max_sessions, max_waiters),
+        AllocatorConfig(place.path, pools, max_sessions, max_waiters, 1.0 if quarantine is None else quarantine),
         lambda ready: click.echo(f"mambapool ready: pid {ready['pid']}, {ready['endpoint']}"),
     )

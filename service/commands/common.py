@@ -19,14 +19,13 @@ def one_pool(
     name: str, slots: int | None, model: str | None, states: tuple[str, ...], tp_size: int, device: str
 ) -> tuple[PoolConfig, ...]:
     """The pool that flags describe; none without --slots."""
-    from mambapool.service.config_file import check_device, pool_config
+    from mambapool.service.config_file import pool_config
 
-    check_device(device)
     if slots is None:
         if model or states:
             raise ConfigError("--model and --state need --slots N: how many states to keep")
         return ()
-    return (pool_config(name, slots, model, states, tp_size),)
+    return (pool_config(name, slots, model, states, tp_size, device),)
 
 
 def running_daemon(named: str | None) -> RuntimeDir:

@@ -49,6 +49,6 @@ def keeper(
         raise ConfigError("a keeper needs --model or --state: it keeps the memory of states")
     place = RuntimeDir.for_server(directory).path
     keep(
-        KeeperConfig(place, pool, rank, tp_size, slots, config.geometry),
+        KeeperConfig(place, pool, rank, tp_size, slots, config.geometry, device=device),
         lambda _: click.echo(f"mambapool ready: keeper of {pool}, rank {rank} of {tp_size}, in {place}"),
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from mambapool.pool.descriptor import SHM
 from mambapool.pool.errors import ConfigError
 from mambapool.pool.exits import EXIT_DONE, EXIT_FAILED, EXIT_NOT_REACHABLE, EXIT_USAGE
 from mambapool.pool.runtime_dir import RuntimeDir
@@ -46,6 +47,13 @@ from mambapool.service.options import DURATION, dir_option, json_option, option
 @option("--route", default="rr", show_default=True, metavar="HOW", help="rr: in turn; prefix: by first blocks.")
 @option("--limit", type=int, metavar="N", help="Only the first N requests, of each trace.")
 @option("--tp-size", type=int, default=1, show_default=True, metavar="T", help="Ranks of each scheduler.")
+@option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="Where slot tensors are; the states are where the pool has them.",
+)
 @option("--guarantee", type=int, default=0, show_default=True, metavar="G", help="Slots granted to each whole.")
 @option(
     "--plot",
@@ -66,6 +74,7 @@ def replay(
     route: str,
     limit: int | None,
     tp_size: int,
+    device: str,
     guarantee: int,
     plot: Path | None,
     timeout: float,
@@ -93,6 +102,7 @@ def replay(
         limit=limit,
         timeout=timeout,
         tp_size=tp_size,
+        device=device,
         guarantee=guarantee,
     )
     if plot is not None:
@@ -128,3 +138,5 @@ def _check_states(directory: Any, pool: str, timeout: float, tp_size: int) -> No
         )
     if tp_size not in (1, shards):
         raise ConfigError(f"--tp-size {tp_size}: pool {pool} has {shards} shards: serve it with as many")
+    if tp_size > 1 and pools[pool]["backend"] != SHM:
+        raise ConfigError(f"--tp-size {tp_size}: pool {pool} is on GPUs, which groups cannot use yet")

@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 
 from mambapool.service.commands.common import one_pool
-from mambapool.service.options import file_completion, option, pool_options, refuse_empty
+from mambapool.service.options import file_completion, option, pool_options, quarantine_option, refuse_empty
 
 if TYPE_CHECKING:
     from mambapool.service.serve import ServeConfig
@@ -27,7 +27,13 @@ _POOL_KEYS = {
     "tp_size": "tp-size",
     "device": "device",
 }
-_KEYS = {**_POOL_KEYS, "directory": "dir", "max_sessions": "max-sessions", "max_waiters": "max-waiters"}
+_KEYS = {
+    **_POOL_KEYS,
+    "directory": "dir",
+    "max_sessions": "max-sessions",
+    "max_waiters": "max-waiters",
+    "quarantine": "quarantine",
+}
 
 
 def serve_options(function: F) -> F:
@@ -45,6 +51,7 @@ def serve_options(function: F) -> F:
             metavar="N",
             help="Requests per pool that wait for slots.  [default: 1024]",
         ),
+        quarantine_option,
         option(
             "--config",
             metavar="FILE.toml",
@@ -65,7 +72,7 @@ def serve_config() -> ServeConfig:
     from mambapool.service.serve import ServeConfig
 
     flags = click.get_current_context().params
-    given = {key: flags[key] for key in ("max_sessions", "max_waiters")}
+    given = {key: flags[key] for key in ("max_sessions", "max_waiters")} | {"quarantine_s": flags["quarantine"]}
     directory = flags["directory"]
     if flags["config"] is None:
         pools = one_pool(

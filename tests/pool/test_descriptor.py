@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from mambapool.pool.cuda_export import CudaExport
 from mambapool.pool.descriptor import MAX_DESCRIPTOR_BYTES, ShardDescriptor, unpack
 from mambapool.pool.errors import ConfigError, ProtocolError, VersionMismatch
 from mambapool.pool.layout import DTYPE_BYTES, Geometry, TensorSpec
@@ -50,6 +51,14 @@ descriptors = st.integers(1, 64).flatmap(
         slots=st.integers(1, 100_000),
         geometry=geometries,
         pid=st.integers(0, 2**22),
+        cuda=st.none()
+        | st.builds(
+            CudaExport,
+            handle=st.binary(min_size=64, max_size=64),
+            device=st.binary(min_size=16, max_size=16),
+            pid_namespace=st.integers(0, 2**32),
+            ipc_namespace=st.integers(0, 2**32),
+        ),
     )
 )
 DESCRIPTOR = ShardDescriptor(
@@ -61,6 +70,7 @@ DESCRIPTOR = ShardDescriptor(
     geometry=Geometry((TensorSpec.parse("conv=bfloat16:2x8x3"), TensorSpec.parse("temporal=float32:2x4x4"))),
     pid=4242,
 )
+CUDA = {"handle": bytes(range(64)), "device": bytes(range(16)), "pid_namespace": 4026531836, "ipc_namespace": 0}
 
 
 def changed(**fields: Any) -> bytes:
@@ -113,7 +123,13 @@ def test_a_field_of_another_type_is_named(field: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"backend": "cuda-ipc"}, "backend 'cuda-ipc'"),
+        ({"backend": "cuda-vmm"}, "backend 'cuda-vmm'"),
+        ({"backend": "cuda-ipc"}, "cuda must have handle, device, pid_namespace, ipc_namespace"),
+        ({"backend": "cuda-ipc", "cuda": CUDA | {"more": 1}}, "cuda must have handle"),
+        ({"backend": "cuda-ipc", "cuda": CUDA | {"handle": bytes(63)}}, "handle must have 64 bytes"),
+        ({"backend": "cuda-ipc", "cuda": CUDA | {"device": "GPU-1"}}, "device must have 16 bytes"),
+        ({"backend": "cuda-ipc", "cuda": CUDA | {"ipc_namespace": -1}}, "ipc_namespace must be a whole number"),
+        ({"cuda": CUDA}, "unknown field 'cuda'"),
         ({"pool": "Not A Pool"}, "pool name 'Not A Pool'"),
         ({"uuid": bytes(15)}, "uuid has 15 bytes"),
         ({"rank": 2}, "rank 2: expected a whole number from 0 to 1"),

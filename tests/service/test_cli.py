@@ -17,15 +17,22 @@ from mambapool.pool.version import VERSION
 from mambapool.service.cli import command_line
 
 COMMANDS = {
-    "serve": {"--pool", "--slots", "--model", "--state", "--tp-size", "--device", "--config", "--dir"},
+    "serve": {
+        *("--pool", "--slots", "--model", "--state", "--tp-size", "--device", "--quarantine", "--config"),
+        "--dir",
+    },
     "keeper": {"--pool", "--slots", "--model", "--state", "--tp-size", "--device", "--rank", "--dir"},
-    "allocator": {"--pool", "--slots", "--dir"},
+    "allocator": {"--pool", "--slots", "--quarantine", "--dir"},
     "status": {"--dir", "--json"},
     "audit": {"--older-than", "--dir", "--json"},
     "geometry": {"--model", "--tp-size", "--memory", "--json"},
+    "doctor": {"--dir", "--device", "--json"},
     "bench": {"--goal", "--quick", "--json"},
-    "replay": {"TRACE", "--schedulers", "--route", "--track", "--step-ms", "--speed", "--plot", "--dir", "--json"},
-    "config show": {"--pool", "--slots", "--config", "--max-waiters", "--dir", "--json"},
+    "replay": {
+        *("TRACE", "--schedulers", "--route", "--track", "--step-ms", "--speed", "--device", "--plot"),
+        *("--dir", "--json"),
+    },
+    "config show": {"--pool", "--slots", "--config", "--max-waiters", "--quarantine", "--dir", "--json"},
     "completion": set[str](),
 }
 

@@ -130,8 +130,8 @@ def _of_option(right: list[str], option: click.Option) -> list[Mistake]:
 
 def _bad_values(right: list[str], option: click.Option) -> tuple[tuple[str, ...], tuple[int, ...]]:
     flag, kind = option.opts[0], option.type
-    if flag == "--dir" and right[0] == "config":
-        return ("",), (USAGE,)  # which looks at no directory
+    if flag == "--dir" and right[0] in ("config", "doctor"):
+        return ("",), (USAGE,)  # one looks at no directory; of the other a bad one is what it finds
     if flag == "--dir":
         return DIRECTORIES, (USAGE, FAILED, NOT_REACHABLE)
     if flag in TEXTS:
@@ -247,6 +247,13 @@ def test_there_are_20_kinds_of_mistakes_for_each_command_that_runs_something() -
     assert sum(counts.values()) > 400
     for name in ("serve", "keeper", "allocator", "status", "evict", "geometry", "replay"):
         assert counts[name,] >= 20, name
+
+
+@pytest.mark.parametrize("directory", [each for each in DIRECTORIES if each], ids=ascii)
+def test_the_doctor_finds_a_bad_directory_as_it_does_anything_else(directory: str, place: Path) -> None:
+    result = CliRunner().invoke(command_line, ["doctor", "--json", "--dir", directory.replace("{}", str(place))])
+    (found,) = [finding for finding in json.loads(result.stdout) if finding["what"] == "runtime directory"]
+    assert (result.exit_code, found["state"], found["todo"]) == (FAILED, "bad", "name another with --dir")
 
 
 def test_a_group_without_a_command_shows_its_help() -> None:

@@ -41,6 +41,7 @@ def test_without_anything_every_value_is_the_default() -> None:
         (None, "dir"): ("/xdg/mambapool", "default", None),
         (None, "max-sessions"): (1024, "default", None),
         (None, "max-waiters"): (1024, "default", None),
+        (None, "quarantine"): ("1s", "default", None),
     }
 
 
@@ -79,6 +80,13 @@ def test_a_pool_of_flags_is_shown_without_a_file() -> None:
 
 def test_the_file_itself_may_be_named_by_the_environment(file: Path) -> None:
     assert shown(MAMBAPOOL_CONFIG=str(file))["a", "slots"] == (8, "file", str(file))
+
+
+def test_a_quarantine_is_shown_as_it_can_be_written(file: Path) -> None:
+    assert shown("--quarantine", "500ms")[None, "quarantine"] == ("0.5s", "flag", "--quarantine")
+    file.write_text('quarantine = "2m"')
+    assert shown("--config", file)[None, "quarantine"] == ("2m", "file", str(file))
+    assert shown("--config", file, "--quarantine", "3s")[None, "quarantine"] == ("3s", "flag", "--quarantine")
 
 
 def test_people_get_a_table(file: Path) -> None:

@@ -24,12 +24,14 @@ class NamedLease:
 
 
 class TestLeases:
-    """Every lease is held, but for those in :attr:`dead`."""
+    """Every lease is held, but for those in :attr:`dead`; of some of these the process has not ended yet."""
 
     __test__ = False
 
     def __init__(self) -> None:
         self.dead: set[bytes] = set()
+        #: Lease → whether its process has ended, None where nobody knows.
+        self.ended: dict[bytes, bool | None] = {}
         self.open_names: set[bytes] = set()
 
     def open(self, name: bytes) -> Lock:
@@ -37,6 +39,9 @@ class TestLeases:
             raise ProtocolError(f"nobody holds the lease {name.hex()}")
         self.open_names.add(name)
         return NamedLease(name, self)
+
+    def has_ended(self, name: bytes) -> bool | None:
+        return self.ended.get(name, True)
 
     def forget(self, lease: Lock, *, dead: bool) -> None:
         self.open_names.discard(lease.name)

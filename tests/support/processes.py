@@ -58,6 +58,7 @@ class Child:
         self._told = Lines(pipes.status)
         self._stderr = pipes.stderr
         self._status: int | None = None
+        self._closed = False
         self.pid = int(self._told.next(WAIT_S) or 0)
 
     def say(self, line: str) -> None:
@@ -99,6 +100,9 @@ class Child:
 
     def close(self) -> None:
         """Kill it if it still runs."""
+        if self._closed:
+            return
+        self._closed = True
         if self._status is None and not self._told.waiting():
             os.kill(self.pid, signal.SIGKILL)
         self.wait()

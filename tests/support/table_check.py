@@ -44,7 +44,8 @@ def check_table(path: Path, pool: dict[str, Any]) -> None:
     assert len(np.unique(orders[free])) == len(free), "two free slots have one place in the list"
     assert ((owners[owners != 0] & np.uint64(0xFF)) == st.HELD).all()
     holders = owners >> np.uint64(8)
-    counts = {h["session"]: (h["held"] + h["windows"] + h["offered"], h["offered"]) for h in pool["holders"]}
+    parts = ("held", "windows", "offered", "quarantined")
+    counts = {h["session"]: (sum(h.get(part, 0) for part in parts), h["offered"]) for h in pool["holders"]}
     assert _by_session(holders) == {session: held for session, (held, _) in counts.items() if held}
     assert _by_session(holders[offered != 0]) == {session: n for session, (_, n) in counts.items() if n}
     assert set(offered[offered != 0].tolist()) <= counts.keys(), "a slot is offered to nobody"

@@ -37,12 +37,18 @@ class Pipes:
 class Zygote:
     """Starts scripts. Ends when it is closed, or when the process that made it ends."""
 
-    def __init__(self, *modules: str) -> None:
-        """``modules``: what it imports besides torch and the client."""
+    def __init__(self, *modules: str, environment: dict[str, str] | None = None) -> None:
+        """``modules``: what it imports besides torch and the client. ``environment``, on top of this process's, is
+        that of all scripts."""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, __file__, str(theirs.fileno()), *modules]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **(environment or {})},
+            )
 
     def start(self, source: str, arguments: tuple[object, ...], environment: dict[str, str]) -> Pipes:
         """Run ``source`` with ``sys.argv[1:]`` = ``arguments`` and ``environment`` on top of this one's."""

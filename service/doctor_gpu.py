@@ -1,0 +1,116 @@
+"""What ``mambapool doctor`` looks at for pools on a GPU. Nothing of CUDA is called in this process itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from mambapool.pool.cuda import CONTEXT_EVENTS_VERSION, INSTALL
+from mambapool.pool.cuda_probe import WRITTEN
+from mambapool.service.findings import Finding, bad, good, note
+
+#: A driver that hangs is a finding, too.
+TIMEOUT_S = 20.0
+
+_LIST = """
+import json
+from mambapool.pool import cuda
+from mambapool.pool.errors import CudaError
+try:
+    cuda.bindings()
+    devices = cuda.visible_devices()
+    bindings = cuda.bindings()
+    attribute = bindings.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED
+    print(json.dumps({"version": cuda.driver_version(), "devices": [
+        [str(d), bool(cuda.call("cuDeviceGetAttribute", attribute, cuda.call("cuDeviceGet", d.ordinal)))]
+        for d in devices], "visible": cuda.visible_text(devices)}))
+except CudaError as error:
+    print(json.dumps({"error": str(error)}))
+"""
+
+
+def look_at_gpus(*, wanted: bool) -> Iterator[Finding]:
+    """``wanted``: without a GPU something does not work; else it is only said."""
+    listed = _python("-c", _LIST)
+    try:
+        seen = json.loads(listed)
+    except ValueError:
+        seen = {"error": listed or "the driver did not answer"}
+    if "error" in seen:
+        lacking = bad if wanted else note
+        todo = (
+            INSTALL
+            if "cuda-bindings" in seen["error"]
+            else "install NVIDIA's driver, or let this process see a GPU"
+        )
+        yield lacking("GPU", seen["error"], "--device cuda cannot be used here; --device cpu can", todo)
+        return
+    yield _driver(seen["version"])
+    for ordinal, (device, has_ipc) in enumerate(seen["devices"]):
+        if not has_ipc:
+            yield bad(f"GPU {ordinal}", f"{device}: no CUDA IPC", "it cannot keep a pool", "use another device")
+            continue
+        yield good(f"GPU {ordinal}", device, f"can export memory. {seen['visible']}")
+        yield _probe(ordinal)
+
+
+def _driver(version: int) -> Finding:
+    text = f"CUDA {version // 1000}.{version % 1000 // 10}"
+    if version < CONTEXT_EVENTS_VERSION:
+        return note(
+            "driver",
+            text,
+            "it has no events on a whole context: a free needs to know the streams",
+            "call worker.fence_streams([...]) in every worker, or update to a driver of CUDA 12.5 or newer",
+        )
+    return good("driver", text, "frees can be fenced with and without registered streams")
+
+
+def _probe(ordinal: int) -> Finding:
+    """Export in one child, import and write in another, read in the first."""
+    what = f"sharing GPU {ordinal}"
+    command = [sys.executable, "-m", "mambapool.pool.cuda_probe"]
+    with subprocess.Popen(
+        [*command, "export", str(ordinal)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as exporter:
+        assert exporter.stdin is not None
+        assert exporter.stdout is not None
+        try:
+            descriptor = exporter.stdout.readline()
+            if descriptor.startswith("error:") or not descriptor:
+                said = descriptor.removeprefix("error: ").strip() or "the exporter died"
+                return bad(what, said, "a keeper cannot keep a pool there", "see the reason")
+            imported = _python(*command[1:], "import", str(ordinal), stdin=descriptor)
+            if imported != "written":
+                return bad(
+                    what,
+                    imported.removeprefix("error: ") or "the importer did not answer",
+                    "workers cannot map what a keeper exports",
+                    "see the reason; in containers --pid=host --ipc=host",
+                )
+            read, _ = exporter.communicate("read\n", timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return bad(what, f"no answer within {TIMEOUT_S:g} s", "the driver hangs", "look at dmesg")
+        finally:
+            exporter.kill()
+    if read.strip() != str(WRITTEN):
+        return bad(what, "what was written is not there", "the two processes have different memory", "tell us")
+    return good(what, "works between two processes", "a keeper and its workers see the same states")
+
+
+def _python(*arguments: str, stdin: str = "") -> str:
+    """The last line that a child says; empty when it does not in time."""
+    try:
+        ended = subprocess.run(
+            [sys.executable, *arguments],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return ""
+    return (ended.stdout.strip() or ended.stderr.strip()).rpartition("\n")[2]

@@ -1,0 +1,380 @@
+"""Workers that map a keeper's GPU memory, on the simulated driver."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from daemons import wait_until
+from gpu_pools import GpuPool, GpuPools
+from simulated_gpu import SimulatedMachine
+
+from mambapool.client.operators import ask_audit
+from mambapool.service.audited import AuditedPool
+
+
+def test_four_processes_map_the_same_states_without_a_copy(gpu_pool: GpuPool) -> None:
+    script = """
+with connect(directory, device="cuda") as worker:
+    slot = worker.allocator.alloc(1)
+    number = int(slot)
+    worker.states["temporal"][:, slot] = float(number)
+    say(number, worker.states["conv"].dtype, tuple(worker.states["conv"].shape), cuda_tensors.is_on_device(slot))
+    hear()
+    say(worker.states["temporal"][:, 1:5].amax(dim=(0, 2, 3, 4)).tolist(), lib.simOpenMappings())
+    hear()
+"""
+    workers = [gpu_pool.start(script) for _ in range(4)]
+    said = sorted(worker.hear() for worker in workers)
+    assert said == [f"{slot} torch.bfloat16 (2, 9, 6, 3) True" for slot in (1, 2, 3, 4)]
+    for worker in workers:
+        worker.say("read")
+    assert {worker.hear() for worker in workers} == {"[1.0, 2.0, 3.0, 4.0] 1"}
+    for worker in workers:
+        worker.say("end")
+        assert worker.wait() == 0
+
+
+def test_sessions_of_one_process_open_a_shard_once_and_close_it_with_the_last_tensor(gpu_pool: GpuPool) -> None:
+    script = """
+first, second = connect(directory), connect(directory)
+view = second.states["conv"][:, 3:5]
+say(lib.simOpenMappings(), lib.simCalls(b"cuIpcOpenMemHandle"))
+first.close()
+second.close()
+del first, second
+say(lib.simOpenMappings(), bytes_of(view))
+view = view[0]
+say(lib.simOpenMappings(), lib.simCalls(b"cuIpcCloseMemHandle"))
+del view
+until(lambda: lib.simOpenMappings() == 0)
+say(lib.simCalls(b"cuIpcCloseMemHandle"))
+with connect(directory) as again:
+    say(bytes_of(again.states["conv"]), lib.simOpenMappings())
+"""
+    assert gpu_pool.run(script) == ["1 1", "1 {0}", "1 0", "1", "{0} 1"]
+
+
+def test_dropping_the_last_tensor_waits_for_nothing(gpu_pool: GpuPool) -> None:
+    script = """
+gpu = Gpu()
+worker = connect(directory)
+view = worker.states["conv"]
+worker.close(); del worker
+gpu.delay(gpu.stream(), 1.0)
+started = time.monotonic()
+del view
+with connect(directory, create_slots=4, pool="other") as other:
+    other.allocator.free(other.allocator.alloc(2))
+say(time.monotonic() - started < 0.5, lib.simOpenMappings())
+until(lambda: lib.simOpenMappings() == 0)
+say(time.monotonic() - started > 0.9)
+"""
+    assert gpu_pool.run(script) == ["True 1", "True"]
+
+
+def test_the_device_is_found_by_its_uuid_wherever_it_is_in_the_workers_order(gpu_pools: GpuPools) -> None:
+    second = gpu_pools.start(CUDA_VISIBLE_DEVICES="1")
+    script = """
+with connect(directory, device="cuda") as worker:
+    say(worker.pool.ordinal, bytes_of(worker.states["conv"]), lib.simAllocated(1) > 0, lib.simAllocated(0))
+"""
+    assert second.run(script, CUDA_VISIBLE_DEVICES="1") == ["0 {0} True 0"]
+    assert second.run(script, CUDA_VISIBLE_DEVICES="0,1") == ["1 {0} True 0"]
+    assert second.run(script, CUDA_VISIBLE_DEVICES="1,0") == ["0 {0} True 0"]
+
+
+REFUSED = """
+try:
+    connect(directory, device=sys.argv[2], timeout=3.0)
+except errors.MambaPoolError as error:
+    say(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "words"),
+    [
+        ("cpu", {"CUDA_VISIBLE_DEVICES": "1"}, ["CudaError", "does not see", "GPU-22", "CUDA_VISIBLE_DEVICES=1"]),
+        ("cpu", {"SIM_CUDA_SAME_PID": "1"}, ["CudaError", "201", "one pid in different namespaces", "doctor"]),
+        ("cpu", {"SIM_CUDA_FAULTS": "cuIpcOpenMemHandle:801"}, ["CudaError", "has no CUDA IPC", "Tegra"]),
+        ("cuda:1", {}, ["ConfigError", "'cuda:1' is GPU-22", "the shard is on GPU-11", "pass 'cuda:0'"]),
+        ("cuda:2", {}, ["ConfigError", "'cuda:2' is not there", "GPU-11", "GPU-22"]),
+        (
+            "cuda",
+            {"CUDA_VISIBLE_DEVICES": "-1"},
+            ["ConfigError", "'cuda' cannot be used", "CUDA_VISIBLE_DEVICES=-1"],
+        ),
+    ],
+)
+def test_what_keeps_a_worker_from_mapping_is_named_and_leaves_no_session(
+    gpu_pool: GpuPool, device: str, settings: dict[str, str], words: list[str]
+) -> None:
+    (said,) = gpu_pool.run(REFUSED, device, **settings)
+    assert [word for word in words if word not in said] == [], said
+    wait_until(lambda: gpu_pool.daemon.pool()["holders"] == [], "its session has ended")
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--pid", "--fork", "--mount-proc"), "another PID namespace"),
+        (("--ipc",), "another IPC namespace"),
+        (("--pid", "--fork", "--mount-proc", "--ipc"), "another PID and IPC namespace"),
+    ],
+    ids=["pid", "ipc", "both"],
+)
+def test_another_namespace_is_named_with_the_flags_that_a_container_needs(
+    gpu_pool: GpuPool, flags: tuple[str, ...], named: str
+) -> None:
+    if shutil.which("unshare") is None or os.geteuid():
+        pytest.skip("needs root, and unshare of util-linux")
+    script = f"""
+import subprocess
+from mambapool.pool import cuda_attach, errors
+from mambapool.pool.handover import receive_shard
+from pathlib import Path
+descriptor, _ = receive_shard(Path({str(gpu_pool.daemon.directory.keeper_socket("default", 0))!r}), 5.0)
+try:
+    cuda_attach.open_shard(descriptor)
+except errors.CudaError as error:
+    print(error)
+"""
+    ended = subprocess.run(
+        ["unshare", *flags, sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **gpu_pool.machine.environment()},
+        check=False,
+    )
+    if "unshare failed" in ended.stderr:
+        pytest.skip(f"no namespaces here: {ended.stderr.strip()}")
+    assert named in ended.stdout, ended
+    assert "--pid=host --ipc=host" in ended.stdout
+
+
+@pytest.mark.parametrize("gone", ["pin", "unmap"])
+def test_a_keepers_death_is_pool_lost_and_never_old_memory(gpu_pools: GpuPools, gone: str) -> None:
+    pool = gpu_pools.start(name="run", SIM_CUDA_HANDLES="repeat")
+    script = """
+worker = connect(directory, device="cuda")
+slots = worker.allocator.alloc(3)
+kept = worker.states["temporal"]
+kept[:, slots] = 1.0
+say("holds")
+hear()
+try:
+    while True:
+        worker.allocator.alloc(1)
+        time.sleep(0.01)
+except errors.PoolLost as error:
+    say("lost")
+for call in (lambda: worker.states, lambda: worker.allocator.alloc(1)):
+    try:
+        call()
+    except errors.PoolLost as error:
+        say("lost")
+say("ready")
+hear()
+# The old mapping is open still, and the new memory's handle has the same bytes.
+with connect(directory, device="cuda") as again:
+    say(bytes_of(again.states["temporal"]), lib.simOpenMappings())
+    hear()
+    say(float(again.states["temporal"][0, 1].flatten()[0]))
+"""
+    settings = {"SIM_CUDA_EXPORTER_GONE": gone, "SIM_CUDA_HANDLES": "repeat"}
+    worker = pool.start(script, **settings)
+    assert worker.hear() == "holds"
+    keeper = pool.daemon.directory.keeper_lock("default", 0).read_text().strip()
+    os.kill(int(keeper), 9)
+    worker.say("go on")
+    assert [worker.hear() for _ in range(4)] == ["lost", "lost", "lost", "ready"]
+    pool.daemon.process.wait(10)
+    anew = gpu_pools.start(name="run", SIM_CUDA_HANDLES="repeat")
+    worker.say("again")
+    assert worker.hear() == "{0} 2"
+    other = anew.start('with connect(directory) as w: w.states["temporal"][:, 1] = 5.0', **settings)
+    assert other.wait() == 0
+    worker.say("read")
+    assert worker.hear() == "5.0"
+
+
+def test_a_mapping_that_is_found_by_its_handle_shows_old_memory(gpu_pools: GpuPools) -> None:
+    """The mutation: what the test above would see if mappings were told apart by handle bytes."""
+    script = """
+import functools
+from mambapool.pool import cuda_attach
+if sys.argv[2] == "by handle":
+    of_uuid, memories = cuda_attach.open_shard, {}
+    def open_shard(descriptor):
+        return memories.setdefault(descriptor.cuda.handle, None) or memories.__setitem__(
+            descriptor.cuda.handle, of_uuid(descriptor)) or memories[descriptor.cuda.handle]
+    from mambapool.pool import cuda_states
+    cuda_states.open_shard = open_shard
+worker = connect(directory)
+worker.states["temporal"][:] = 7.0
+kept = worker.states["temporal"]
+say("mapped")
+hear()
+with connect(directory) as again:
+    say(float(again.states["temporal"].max()))
+"""
+    for how, seen in (("by uuid", "0.0"), ("by handle", "7.0")):
+        name = how.replace(" ", "-")
+        pool = gpu_pools.start(name=name, SIM_CUDA_HANDLES="repeat")
+        worker = pool.start(script, how, SIM_CUDA_HANDLES="repeat")
+        worker.hear()
+        os.kill(int(pool.daemon.directory.keeper_lock("default", 0).read_text()), 9)
+        pool.daemon.process.wait(10)
+        gpu_pools.start(name=name, SIM_CUDA_HANDLES="repeat")
+        worker.say("again")
+        assert worker.hear() == seen
+
+
+def test_a_device_that_is_found_by_its_ordinal_is_another_one(gpu_pools: GpuPools) -> None:
+    """The mutation: the driver refuses it, as it does where devices have no peer access."""
+    pool = gpu_pools.start(CUDA_VISIBLE_DEVICES="1")
+    script = (
+        """
+from mambapool.pool import cuda_attach
+cuda_attach.device_with = lambda uuid, what: cuda.visible_devices()[0]
+"""
+        + REFUSED
+    )
+    (said,) = pool.run(script, "cpu", CUDA_VISIBLE_DEVICES="0,1")
+    assert "cannot be mapped" in said
+
+
+def test_importers_that_come_go_and_die_cost_the_device_nothing(
+    gpu_pools: GpuPools, machine: SimulatedMachine
+) -> None:
+    gpu_pool = gpu_pools.start(options=("--quarantine", "50ms"))
+    orderly = """
+with connect(directory, device="cpu") as worker:
+    worker.states["conv"][:, worker.allocator.alloc(4)] = 1
+    say(lib.simAllocated(0))
+    if sys.argv[2] == "die":
+        os.kill(os.getpid(), 9)
+"""
+    descriptor_only = """
+from mambapool.pool.handover import receive_shard
+from mambapool.pool.runtime_dir import RuntimeDir
+from pathlib import Path
+cuda.visible_devices()
+for _ in range(50):
+    receive_shard(RuntimeDir(Path(directory)).keeper_socket("default", 0), 5.0)
+say(lib.simAllocated(0))
+"""
+    seen = {gpu_pool.run(orderly, "leave")[0] for _ in range(3)} | set(gpu_pool.run(descriptor_only))
+    for _ in range(3):
+        child = gpu_pool.start(orderly, "die")
+        seen.add(child.hear())
+        assert child.wait() == -9
+        wait_until(lambda: gpu_pool.daemon.pool()["free"] == 8, "what it held is free again")
+    assert len(seen) == 1
+    assert gpu_pool.daemon.stop() == 0
+    assert machine.run(
+        "import ctypes\nfrom mambapool.pool import cuda\ncuda.initialize()\n"
+        "print(ctypes.CDLL('libcuda.so.1').simAllocated(0))"
+    ) == ["0"]
+
+
+def test_whole_states_are_cleared_and_copied(gpu_pool: GpuPool) -> None:
+    script = """
+with connect(directory, device="cuda") as worker:
+    state = worker.states["temporal"]
+    state[:] = torch.arange(9.0).view(1, 9, 1, 1, 1)
+    worker.pool.clear([1, 2, 2])
+    worker.pool.copy(torch.tensor([3, 4]), [4, 3])
+    on_device = worker.allocator.alloc(2)
+    worker.pool.copy([5, 6], on_device)
+    say(state[1, :, 0, 0, 0].tolist())
+    for call, *arguments in (worker.pool.clear, [0]), (worker.pool.copy, [1, 2], [3, 3]), (worker.pool.copy, [1], []):
+        try:
+            call(*arguments)
+        except ValueError as error:
+            say(type(error).__name__)
+"""
+    assert gpu_pool.run(script) == [
+        "[0.0, 5.0, 6.0, 4.0, 3.0, 5.0, 6.0, 7.0, 8.0]",
+        "ReservedSlot",
+        "DuplicateSlot",
+        "ValueError",
+    ]
+
+
+def test_a_forked_child_is_told_to_attach_again(gpu_pool: GpuPool) -> None:
+    script = """
+worker = connect(directory, device="cuda")
+pid = os.fork()
+if pid == 0:
+    try:
+        worker.states
+    except errors.ForkedClient:
+        say("forked")
+    try:
+        connect(directory, device="cuda")
+    except errors.MambaPoolError as error:
+        say("spawn" in str(error))
+    os._exit(0)
+os.waitpid(pid, 0)
+say(bytes_of(worker.states["conv"]))
+worker.close()
+"""
+    assert gpu_pool.run(script) == ["forked", "True", "{0}"]
+
+
+def test_groups_and_asyncio_are_refused_on_a_gpu_and_leave_nothing(gpu_pool: GpuPool) -> None:
+    script = """
+import asyncio
+from mambapool.client import connect_async
+for how in ({"rank": 0}, {"rank": 0, "guarantee": 2}):
+    try:
+        connect(directory, group="engine", world_size=1, **how)
+    except errors.GroupBroken as error:
+        say("not fenced on the others yet" in str(error))
+for device in ("cpu", "cuda"):
+    try:
+        asyncio.run(connect_async(directory, device=device))
+    except errors.ConfigError as error:
+        say("connect_async is not for GPUs yet" in str(error))
+"""
+    assert gpu_pool.run(script) == ["True"] * 4
+    assert gpu_pool.daemon.pool()["holders"] == []
+
+
+def test_a_guaranteed_session_names_slots_where_clones_stand_for_them(gpu_pool: GpuPool) -> None:
+    script = """
+worker = connect(directory, device="cuda", guarantee=2)
+slots = worker.allocator.alloc(2)
+worker.allocator.free(device_ids(*slots.tolist()))
+until(lambda: worker.allocator._ids.unknown == 0)
+say(worker.allocator.held())
+again = worker.allocator.alloc(2)
+say(worker.allocator.held() == sorted(again.tolist()) == sorted(slots.tolist()))
+worker.close()
+"""
+    assert gpu_pool.run(script) == ["[]", "True"]
+
+
+def test_tags_of_what_a_gpu_session_allocates_are_shown(gpu_pool: GpuPool) -> None:
+    script = """
+worker = connect(directory, device="cuda")
+worker.allocator.alloc(2, tag="prefill")
+worker.allocator.alloc_group_begin(2, tag="step 7")
+say("has them")
+hear()
+worker.close()
+"""
+    holder = gpu_pool.start(script)
+    assert holder.hear() == "has them"
+    found = AuditedPool(ask_audit(gpu_pool.daemon.directory, 5.0, "default"))
+    assert sorted((held.kind, held.tag) for held in found.holdings()) == [
+        *[("held", "prefill")] * 2,
+        *[("window", "step 7")] * 2,
+    ]
+    holder.say("end")
+    assert holder.wait() == 0

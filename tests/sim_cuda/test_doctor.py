@@ -1,0 +1,71 @@
+"""``mambapool doctor``, with simulated GPUs and without any."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from simulated_gpu import SimulatedMachine
+
+
+def _doctor(directory: Path, *arguments: str, **environment: str) -> tuple[int, dict[str, dict[str, str]]]:
+    ended = subprocess.run(
+        [sys.executable, "-m", "mambapool.service", "doctor", "--dir", str(directory), "--json", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        check=False,
+        timeout=100,
+    )
+    assert not ended.stderr, ended.stderr
+    found = json.loads(ended.stdout)
+    assert all(finding["means"] and (finding["todo"] or finding["state"] == "good") for finding in found)
+    return ended.returncode, {finding["what"]: finding for finding in found}
+
+
+def test_a_machine_with_gpus_shares_their_memory(machine: SimulatedMachine, runtime_dir: Path) -> None:
+    status, found = _doctor(runtime_dir, "--device", "cuda", **machine.environment(SIM_CUDA_VERSION="13010"))
+    assert status == 0
+    assert {what: finding["state"] for what, finding in found.items() if finding["state"] == "bad"} == {}
+    assert found["driver"]["found"] == "CUDA 13.1"
+    assert found["GPU 1"]["found"].startswith("GPU-22232425")
+    assert found["sharing GPU 0"]["state"] == found["sharing GPU 1"]["state"] == "good"
+
+
+@pytest.mark.parametrize(
+    ("settings", "what", "words"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, "GPU", "CUDA_VISIBLE_DEVICES=-1"),
+        ({"SIM_CUDA_IPC": "0"}, "GPU 0", "no CUDA IPC"),
+        ({"SIM_CUDA_FAULTS": "cuIpcOpenMemHandle:201"}, "sharing GPU 0", "cannot be mapped"),
+        ({"SIM_CUDA_FAULTS": "cuMemAlloc:2"}, "sharing GPU 0", "the probe needs"),
+    ],
+    ids=["hidden", "no IPC", "import", "memory"],
+)
+def test_what_will_not_work_is_status_1(
+    machine: SimulatedMachine, runtime_dir: Path, settings: dict[str, str], what: str, words: str
+) -> None:
+    status, found = _doctor(
+        runtime_dir, "--device", "cuda", **machine.environment(SIM_CUDA_DEVICES="1", **settings)
+    )
+    assert (status, found[what]["state"]) == (1, "bad")
+    assert words in found[what]["found"]
+
+
+def test_without_a_gpu_the_host_is_looked_at_all_the_same(runtime_dir: Path) -> None:
+    status, found = _doctor(runtime_dir, CUDA_VISIBLE_DEVICES="-1")
+    assert (status, found["GPU"]["state"]) == (0, "note")
+    host = ("versions", "runtime directory", "record locks", "SO_PEERPIDFD", "file descriptors", "host memory")
+    assert all(what in found for what in host)
+    assert found["record locks"]["state"] == "good"
+    assert _doctor(runtime_dir, "--device", "cuda", CUDA_VISIBLE_DEVICES="-1")[0] == 1
+
+
+def test_a_directory_that_cannot_be_used_is_status_1(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    status, found = _doctor(tmp_path / "file", CUDA_VISIBLE_DEVICES="-1")
+    assert (status, found["runtime directory"]["state"]) == (1, "bad")
