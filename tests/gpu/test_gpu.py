@@ -8,14 +8,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from daemons import mambapool, wait_until
+from gpu_daemons import GpuDaemons
 from processes import Children
-
-if TYPE_CHECKING:
-    from conftest import GpuDaemons
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
@@ -175,10 +172,11 @@ with connect(directory, device="cuda", guarantee=int(sys.argv[2])) as worker:
 
 
 def test_settings_of_torchs_allocator_do_not_matter(gpu_daemons: GpuDaemons, children: Children) -> None:
-    segments = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    daemon = gpu_daemons.start(**segments)
-    holder = children.start(PRELUDE + HOLDER, daemon.dir, **segments)
-    assert children.run(PRELUDE + READER, daemon.dir, *holder.hear().split(), **segments) == ["5.0 5.0"]
+    segments = "expandable_segments:True"
+    daemon = gpu_daemons.start(PYTORCH_CUDA_ALLOC_CONF=segments)
+    holder = children.start(PRELUDE + HOLDER, daemon.dir, PYTORCH_CUDA_ALLOC_CONF=segments)
+    read = children.run(PRELUDE + READER, daemon.dir, *holder.hear().split(), PYTORCH_CUDA_ALLOC_CONF=segments)
+    assert read == ["5.0 5.0"]
 
 
 def test_a_device_is_found_by_its_uuid(gpu_daemons: GpuDaemons, children: Children) -> None:
