@@ -18,7 +18,8 @@ class ReplayOptions:
     ``track``: slots per request besides the one of its state, for copies of the state. ``step_ms``: how
     far a scheduler's clock goes in one step. ``speed``: how many times faster than the trace at most, or
     None for as fast as the machine can. ``limit``: the first requests of the trace only. ``timeout``, in
-    seconds, bounds every wait for an answer.
+    seconds, bounds every wait for an answer. ``elsewhere``: the schedulers are started by somebody else, and
+    join (:mod:`~mambapool.client.replay.joining`).
     """
 
     trace: Path
@@ -32,6 +33,7 @@ class ReplayOptions:
     limit: int | None = None
     timeout: float = 5.0
     device: str = "cpu"
+    elsewhere: bool = False
 
     def __post_init__(self) -> None:
         _check_at_least("schedulers", self.schedulers, 1)

@@ -1,20 +1,22 @@
-"""Running the schedulers of a replay: one process each, started together, watched to the end."""
+"""Running the schedulers of a replay: one process each, started or joined, watched to the end."""
 
 from __future__ import annotations
 
 import selectors
-import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from mambapool.client.replay.failure import ReplayFailed, raised_by
+from mambapool.client.replay.joining import JoinedScheduler, joined_schedulers
 from mambapool.client.replay.messages import Failed, Progress, Ready, Report
 from mambapool.client.replay.options import ReplayOptions
 from mambapool.client.replay.result import SchedulerResult
 from mambapool.client.replay.scheduler_process import SchedulerProcess
 from mambapool.client.replay.watch import Watch
 from mambapool.pool.errors import ConfigError
+
+_Process = SchedulerProcess | JoinedScheduler
 
 #: Seconds that a scheduler has to end in when it was asked to, or has sent its result. It ends between two
 #: steps, and closing its session is bounded by the client.
@@ -34,7 +36,7 @@ class Run:
 
 
 def run_schedulers(options: ReplayOptions, progress: Callable[[int], None]) -> Run:
-    """Start the schedulers, wait until all are connected, let them run, and collect what they report.
+    """Start the schedulers, or let them join, wait until all are connected, let them run, and collect what they report.
 
     ``progress`` is called with the number of requests finished so far, from this thread. No process is left
     behind, whatever happens. Raises the error that a scheduler reports, :class:`ConfigError` when the pool
@@ -55,7 +57,7 @@ class _Schedulers:
     def __init__(self, options: ReplayOptions) -> None:
         self._options = options
         self._selector = selectors.DefaultSelector()
-        self._processes: list[SchedulerProcess] = []
+        self._processes: list[_Process] = []
         self._results: dict[int, SchedulerResult] = {}
         self.result_times_s: list[float] = []
 
@@ -63,10 +65,16 @@ class _Schedulers:
         return self
 
     def start(self) -> None:
+        if self._options.elsewhere:
+            for joined in joined_schedulers(self._options):
+                self._add(joined)
+            return
         for scheduler in range(self._options.schedulers):
-            process = SchedulerProcess(scheduler, self._options)
-            self._processes.append(process)
-            self._selector.register(process, selectors.EVENT_READ, process)
+            self._add(SchedulerProcess(scheduler, self._options))
+
+    def _add(self, process: _Process) -> None:
+        self._processes.append(process)
+        self._selector.register(process, selectors.EVENT_READ, process)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         for process in self._processes:
@@ -109,10 +117,10 @@ class _Schedulers:
             watch.check()
         return [self._results[scheduler] for scheduler in sorted(self._results)]
 
-    def _receive(self) -> Iterator[tuple[SchedulerProcess, Report]]:
+    def _receive(self) -> Iterator[tuple[_Process, Report]]:
         """What has come within :data:`_LOOK_S`. Raises when a scheduler failed, or ended too early."""
         for key, _ in self._selector.select(_LOOK_S):
-            process: SchedulerProcess = key.data
+            process: _Process = key.data
             reports = process.read()
             if reports is None:
                 self._selector.unregister(process)
@@ -122,21 +130,13 @@ class _Schedulers:
                     raise raised_by(str(process), report)
                 yield process, report
 
-    def _check_end(self, process: SchedulerProcess) -> None:
+    def _check_end(self, process: _Process) -> None:
         status = process.wait(_END_S)
         if process.scheduler in self._results and status == 0:
             return
         when = "after its result" if process.scheduler in self._results else "without a result"
         words = process.last_words()
-        raise ReplayFailed(f"{process} {_how_ended(status)} {when}{': ' if words else ''}{words}")
-
-
-def _how_ended(status: int | None) -> str:
-    if status is None:
-        return "did not end"
-    if status < 0:
-        return f"was ended by {signal.Signals(-status).name}"
-    return f"ended with exit status {status}"
+        raise ReplayFailed(f"{process} {process.how_it_ended(status)} {when}{': ' if words else ''}{words}")
 
 
 def _check_pool(options: ReplayOptions, pool: Ready) -> None:

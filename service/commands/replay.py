@@ -26,6 +26,9 @@ from mambapool.service.options import DURATION, dir_option, json_option, option
 @option("--speed", type=float, metavar="S", help="Hold to S × real time; default: as fast as it can.")
 @option("--route", default="rr", show_default=True, metavar="HOW", help="rr: in turn; prefix: by first blocks.")
 @option("--limit", type=int, metavar="N", help="Only the first N requests.")
+@option(
+    "--elsewhere", is_flag=True, help="Start no schedulers: wait until M times `mambapool scheduler` has joined."
+)
 @option("--timeout", type=DURATION, default="5s", show_default=True, metavar="T", help="Wait for an answer.")
 @json_option
 def replay(
@@ -38,6 +41,7 @@ def replay(
     speed: float | None,
     route: str,
     limit: int | None,
+    elsewhere: bool,
     timeout: float,
     as_json: bool,
 ) -> None:
@@ -61,6 +65,7 @@ def replay(
         route=route,
         limit=limit,
         timeout=timeout,
+        elsewhere=elsewhere,
     )
     _check_states(options.dir, pool, timeout)
     with progress_bar("requests") as progress:

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import click
 
+from mambapool.pool.errors import AllocatorUnavailable, PoolLost
+from mambapool.pool.runtime_dir import RuntimeDir, candidates, check_pool_name
 from mambapool.service.commands.common import running_daemon
+from mambapool.service.config import DEFAULT_POOL
 from mambapool.service.options import DURATION, dir_option, json_option, option
 
 
 @click.command(short_help="Show pools, holders and counts of a running daemon.")
+@option("--keeper", "of_keeper", is_flag=True, help="Ask the keeper of --pool and --rank; needs no allocator.")
+@option("--pool", default=DEFAULT_POOL, show_default=True, metavar="NAME", help="With --keeper: of which pool.")
+@option("--rank", type=click.IntRange(min=0), default=0, show_default=True, metavar="R", help="… of which rank.")
 @dir_option
 @json_option
 @option("--timeout", type=DURATION, default="2s", show_default=True, metavar="T", help="Wait so long for it.")
-def status(directory: str | None, as_json: bool, timeout: float) -> None:
-    """Show pools, holders and counts of a running daemon. Counts are of slots."""
+def status(of_keeper: bool, pool: str, rank: int, directory: str | None, as_json: bool, timeout: float) -> None:
+    """Show pools, holders and counts of a running daemon. Counts are of slots.
+
+    Exit status 4 when there is none: it also tells a container's health.
+    """
+    if of_keeper:
+        _show_keeper(directory, check_pool_name(pool), rank, timeout, as_json=as_json)
+        return
     from mambapool.client.transport import ask_status
 
     found = ask_status(running_daemon(directory), timeout)
@@ -25,3 +38,22 @@ def status(directory: str | None, as_json: bool, timeout: float) -> None:
     from mambapool.service.drawing import draw_status
 
     draw_status(found)
+
+
+def _show_keeper(named: str | None, pool: str, rank: int, timeout: float, *, as_json: bool) -> None:
+    from mambapool.service.keepers import describe_shard
+
+    places = [RuntimeDir(path.absolute()) for path in ([Path(named)] if named is not None else candidates())]
+    directory = next((place for place in places if place.keeper_socket(pool, rank).exists()), places[0])
+    try:
+        shard = describe_shard(directory, pool, rank, timeout)
+    except PoolLost as error:
+        raise AllocatorUnavailable(str(error)) from error
+    told = {name: getattr(shard, name) for name in ("pool", "rank", "tp_size", "slots", "size_bytes", "pid")}
+    if as_json:
+        click.echo(json.dumps(told))
+    else:
+        click.echo(
+            f"keeper of pool {pool}, rank {rank} of {shard.tp_size}: {shard.slots} slots, "
+            f"{shard.size_bytes} bytes, pid {shard.pid}"
+        )
