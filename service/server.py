@@ -239,8 +239,8 @@ class Server:
         The socket's file is moved out of the way meanwhile: to unbind would cut off who is connected.
         """
         now = time.monotonic()
-        self._sessions = len(self.dispatcher.registry.sessions)
-        if self._sessions:
+        before, self._sessions = self._sessions, len(self.dispatcher.registry.sessions)
+        if before or self._sessions:
             self._idle.use(now)
         self._count_descriptors_at = now + COUNT_DESCRIPTORS_S
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

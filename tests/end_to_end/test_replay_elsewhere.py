@@ -31,7 +31,7 @@ def replay_of_two(daemon: Daemon, *more: str) -> Iterator[tuple[Command, list[Co
             stack.enter_context(Command("scheduler", "--dir", daemon.dir, "--name", f"worker-{number}"))
             for number in range(2)
         ]
-        options = ("--dir", daemon.dir, "--elsewhere", "--schedulers", "2", "--json", *more)
+        options = ("--dir", str(daemon.dir), "--elsewhere", "--schedulers", "2", "--json", *more)
         yield stack.enter_context(Command("replay", TRACE, *options)), schedulers
 
 
