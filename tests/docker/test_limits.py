@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from compose_project import NewProject, docker
 
-pytestmark = pytest.mark.docker
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
 
 #: 1 MiB of a state per slot, in float32.
 MIB_STATE = "temporal=float32:1x262144"

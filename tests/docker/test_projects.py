@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from compose_project import NewProject, Project, docker, inspect
 
-pytestmark = pytest.mark.docker
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
 
 ON_DISK = Path(__file__).parent / "on_disk.yaml"
 USER = 10001

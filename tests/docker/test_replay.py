@@ -12,7 +12,7 @@ import pytest
 from compose_project import NewProject, Project, docker, inspect
 from daemons import Daemon, mambapool
 
-pytestmark = pytest.mark.docker
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
 
 REQUESTS = 1000
 SERVICES = ("keeper", "allocator", "worker-0", "worker-1", "worker-2", "worker-3", "replay")

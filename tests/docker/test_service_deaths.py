@@ -13,7 +13,7 @@ import pytest
 from compose_project import EngineError, NewProject, Project, Run, docker
 from daemons import wait_until
 
-pytestmark = pytest.mark.docker
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
 
 Ask = Callable[..., list[Run]]
 

@@ -16,7 +16,7 @@ from daemons import wait_until
 
 from mambapool.pool import protocol
 
-pytestmark = pytest.mark.docker
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
 
 Ask = Callable[..., list[Run]]
 

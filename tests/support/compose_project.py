@@ -163,6 +163,7 @@ class Project:
         self._runs.clear()
 
     def down(self) -> None:
+        """End all of it, and remove its volume."""
         self.close_runs()
         self.compose("down", "-v", "--remove-orphans", "-t", "1")
 
@@ -174,7 +175,8 @@ class Project:
     ) -> None:
         if error is not None:
             error.add_note(self.compose("logs", "--tail", "40", check=False).stdout)
-        self.down()
+        if self.left():
+            self.down()
 
 
 class Run:
