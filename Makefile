@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # One more than there are cores: tests wait for processes, sockets and clocks.
 JOBS ?= $(shell expr $$(nproc) + 1)
 
-.PHONY: demo test soak fuzz faults groups peers bench check format install clean force
+.PHONY: demo test test-docker soak fuzz faults groups peers bench check format install clean force
 .DEFAULT_GOAL := install
 
 demo: install  ## Daemon, 4 schedulers and a real trace, in a temporary directory
@@ -21,6 +21,9 @@ demo: install  ## Daemon, 4 schedulers and a real trace, in a temporary director
 
 test: install  ## Every test that this machine can run
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+test-docker: install  ## In containers: a Docker engine and images of its own, from nothing installed. As root
+	PYTHON=$(BIN)/python tests/docker/run
 
 soak: install  ## Random kills under load; SOAK=10m for longer
 	$(BIN)/python tests/faults/soak.py --seconds $(SOAK)
@@ -69,5 +72,5 @@ $(VENV)/sources: force
 force:
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist docker/wheels/*.whl *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -361,7 +361,7 @@ def _check_rank(rank: int, world_size: int, group: str | None) -> None:
 def _find_daemon(named: str | os.PathLike[str] | None, deadline: float, timeout: float) -> RuntimeDir:
     while True:
         directory = RuntimeDir.for_client(named)
-        if directory is not None and directory.ready.exists():
+        if directory is not None and directory.has_ready():
             directory.check_owner()
             return directory
         if time.monotonic() >= deadline:

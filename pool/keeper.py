@@ -19,6 +19,7 @@ import signal
 import socket
 import stat
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from mambapool.pool.descriptor import UUID_BYTES, ShardDescriptor, check_rank
 from mambapool.pool.errors import ConfigError, MambaPoolError, RuntimeDirError
 from mambapool.pool.exits import EXIT_DONE, exit_status
 from mambapool.pool.handover import send_block
+from mambapool.pool.idle import Idle, has_allocator
 from mambapool.pool.layout import DEVICES, Geometry, check_slots
 from mambapool.pool.process_lock import ProcessLock
 from mambapool.pool.runtime_dir import RuntimeDir, check_pool_name, check_socket_path
@@ -44,10 +46,11 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Connections that wait to be accepted; those beyond ask again until their timeout.
 _BACKLOG = 128
 
-_PARENT_CHECK_S = 1.0
+# How often a keeper looks whether it is still needed.
+_LOOK_S = 1.0
 
-# A keeper whose parent was killed ends within one check: its successor under a new parent waits for that.
-_ORPHAN_S = 2 * _PARENT_CHECK_S
+# One whose parent was killed ends within one look: its successor under a new parent waits for that.
+_ORPHAN_S = 2 * _LOOK_S
 
 # How long a client waits while this process has no descriptor left to accept it with.
 _EXHAUSTED_S = 0.1
@@ -59,6 +62,7 @@ class KeeperConfig:
     """What one keeper keeps, and where; ``device`` is ``cpu`` or ``cuda``.
 
     ``parent_pid`` is the process that the keeper ends with; None lets it outlive the one that started it.
+    ``exit_idle_s``: it ends so many seconds after the allocator has ended; None: it stays.
     """
 
     dir: Path
@@ -69,6 +73,7 @@ class KeeperConfig:
     geometry: Geometry
     parent_pid: int | None = None
     device: str = "cpu"
+    exit_idle_s: float | None = None
 
     def __post_init__(self) -> None:
         check_pool_name(self.pool)
@@ -137,7 +142,7 @@ def keep(config: KeeperConfig, announce: Callable[[ShardDescriptor], None]) -> N
         shard = f"pool {config.pool} rank {config.rank}"
         log.info("keeping %s: %d bytes, pid %d", shard, descriptor.size_bytes, descriptor.pid)
         announce(descriptor)
-        _serve(listener, stop, packed, block, config.parent_pid)
+        _serve(listener, stop, packed, block, _needs(directory, config))
         log.info("ended keeping %s, pid %d", shard, descriptor.pid)
 
 
@@ -239,12 +244,30 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return info.st_dev, info.st_ino
 
 
+def _needs(directory: RuntimeDir, config: KeeperConfig) -> Callable[[], bool]:
+    """Whether there still is somebody to keep the shard for."""
+    idle = Idle(config.exit_idle_s)
+
+    def is_needed() -> bool:
+        if config.parent_pid is not None and os.getppid() != config.parent_pid:
+            return False
+        now = time.monotonic()
+        if config.exit_idle_s is not None and has_allocator(directory):
+            idle.use(now)
+        if idle.is_over(now):
+            log.info("no allocator for %g s", config.exit_idle_s)
+            return False
+        return True
+
+    return is_needed
+
+
 def _serve(
-    listener: socket.socket, stop: _StopFlag, descriptor: bytes, block: int | None, parent_pid: int | None
+    listener: socket.socket, stop: _StopFlag, descriptor: bytes, block: int | None, is_needed: Callable[[], bool]
 ) -> None:
     """One client per turn, so that no number of them keeps a stop or the parent's end from being seen."""
-    while not stop.is_set and (parent_pid is None or os.getppid() == parent_pid):
-        if listener.fileno() not in _readable(_PARENT_CHECK_S, listener.fileno(), stop.fileno()):
+    while not stop.is_set and is_needed():
+        if listener.fileno() not in _readable(_LOOK_S, listener.fileno(), stop.fileno()):
             continue
         try:
             client, _ = listener.accept()

@@ -79,9 +79,23 @@ class RuntimeDir:
         if named is not None:
             return cls(Path(named).absolute())
         for path in candidates():
-            if (path / "ready").exists():
-                return cls(path.absolute())
+            directory = cls(path.absolute())
+            try:
+                if directory.has_ready():
+                    return directory
+            except (PermissionError, RuntimeDirError):
+                # Another user's is passed over, unless it was asked for.
+                if os.environ.get("MAMBAPOOL_DIR"):
+                    raise
         return None
+
+    def has_ready(self) -> bool:
+        """Whether a daemon says there that it answers; :class:`RuntimeDirError` when this user may not look."""
+        try:
+            return self.ready.exists()
+        except PermissionError:
+            self.check_owner()
+            raise
 
     def check_owner(self) -> None:
         """Refuse a directory that is not ours alone: who may write here could stand in for a daemon."""

@@ -4,32 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import time
 
 from mambapool.pool.descriptor import ShardDescriptor
 from mambapool.pool.digest import digest16
-from mambapool.pool.errors import GeometryMismatch, MambaPoolError, PoolLost
-from mambapool.pool.handover import receive_shard
+from mambapool.pool.errors import GeometryMismatch, MambaPoolError
 from mambapool.pool.layout import Geometry
 from mambapool.pool.runtime_dir import POOL_NAME, RuntimeDir
 from mambapool.pool.slot_table import TableLayout
 from mambapool.service.config import AllocatorConfig, PoolConfig
 from mambapool.service.faults import pool_class
 from mambapool.service.groups import remove_pages
+from mambapool.service.keepers import describe_shard, kept_pools
 from mambapool.service.leases import WatchedLock
 from mambapool.service.pools import Pool, Shard
-from mambapool.service.recovery import recover_table, restore
+from mambapool.service.recovery import forget_left_over, recover_table, restore
 from mambapool.service.registry import Registry
 from mambapool.service.table_writer import SlotTableWriter
 from mambapool.service.watcher import Watcher
 
 _log = logging.getLogger("mambapool.allocator")
-
-#: A keeper answers a connection at once; it does nothing else.
-KEEPER_TIMEOUT_S = 2.0
-
-_KEEPER_SOCKET = re.compile(r"keeper-(?P<pool>[a-z0-9_-]{1,32})-(?P<rank>[0-9]+)\.sock")
 
 
 def build_registry(config: AllocatorConfig, directory: RuntimeDir, watcher: Watcher) -> tuple[Registry, int]:
@@ -71,7 +65,7 @@ class _Builder:
         described = {pool.name: pool for pool in self._config.pools}
         if self._config.parent_pid is not None:
             return described
-        for kept in _kept_pools(self._directory):
+        for kept in kept_pools(self._directory):
             named = described.get(kept.name)
             if named is not None and named.slots != kept.slots:
                 raise GeometryMismatch(
@@ -84,7 +78,7 @@ class _Builder:
         """A pool's shards, whose keepers are looked after, and the name of this very memory."""
         shards = []
         for rank in range(pool.shards):
-            descriptor = _describe(self._directory, pool.name, rank)
+            descriptor = describe_shard(self._directory, pool.name, rank)
             _compare(pool, descriptor)
             lock = WatchedLock(keeper_lock_name(pool.name, rank), self._directory.keeper_lock(pool.name, rank))
             self._watcher.watch_process(lock, descriptor.pid)
@@ -101,6 +95,8 @@ class _Builder:
             return None
         if self._config.fresh and uuid is not None:
             # The keepers were started just now: whatever was held is gone with the memory before.
+            return None
+        if uuid is not None and forget_left_over(self._directory, pool.name, uuid):
             return None
         return recover_table(path, pool.slots, _digest(pool), uuid)
 
@@ -174,31 +170,6 @@ def keeper_lock_name(pool: str, rank: int) -> bytes:
 
 def _digest(pool: PoolConfig) -> bytes:
     return pool.geometry.digest if pool.geometry else bytes(16)
-
-
-def _kept_pools(directory: RuntimeDir) -> list[PoolConfig]:
-    """The pools that have a living keeper here, as one of their keepers describes them."""
-    kept: dict[str, PoolConfig] = {}
-    for path in sorted(directory.path.glob("keeper-*.sock")):
-        match = _KEEPER_SOCKET.fullmatch(path.name)
-        if match is None or match["pool"] in kept:
-            continue
-        try:
-            shard = _describe(directory, match["pool"], int(match["rank"]))
-        except PoolLost as error:
-            if isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError):
-                continue  # the keeper was killed, or has ended just now
-            raise
-        device = "cpu" if shard.cuda is None else "cuda"
-        kept[match["pool"]] = PoolConfig(match["pool"], shard.slots, shard.geometry, shard.tp_size, device)
-    return list(kept.values())
-
-
-def _describe(directory: RuntimeDir, pool: str, rank: int) -> ShardDescriptor:
-    descriptor, fd = receive_shard(directory.keeper_socket(pool, rank), KEEPER_TIMEOUT_S)
-    if fd is not None:
-        os.close(fd)  # the allocator never maps a state
-    return descriptor
 
 
 def _text(geometry: Geometry | None) -> str:

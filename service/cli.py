@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from types import FrameType
+from typing import NoReturn
 
 import click
 
@@ -19,6 +23,7 @@ from mambapool.service.commands.evict import evict_command
 from mambapool.service.commands.geometry import geometry
 from mambapool.service.commands.keeper import keeper
 from mambapool.service.commands.replay import replay
+from mambapool.service.commands.scheduler import scheduler
 from mambapool.service.commands.serve import serve
 from mambapool.service.commands.status import status
 
@@ -39,6 +44,9 @@ def command_line() -> None:
 
 def main() -> None:
     """Run the command line; every expected error is one line on stderr, and an exit status."""
+    if os.getpid() == 1:
+        # In a container: the kernel gives process 1 no default action, so that a stop would be lost.
+        signal.signal(signal.SIGTERM, _end)
     try:
         # What comes back is the status of --help, --version and Context.exit, None otherwise.
         sys.exit(command_line(prog_name=PROGRAM, complete_var=VARIABLE, standalone_mode=False))
@@ -60,6 +68,10 @@ def main() -> None:
         sys.exit(EXIT_FAILED)
 
 
+def _end(number: int, _frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)
+
+
 for _command in (
     serve,
     keeper,
@@ -70,6 +82,7 @@ for _command in (
     evict_command,
     geometry,
     replay,
+    scheduler,
     bench,
     config,
     completion,

@@ -11,6 +11,8 @@ from mambapool.pool.errors import ConfigError
 from mambapool.pool.layout import DEVICES, Geometry, check_slots
 from mambapool.pool.runtime_dir import check_pool_name
 
+DEFAULT_POOL = "default"
+
 #: Ranks of one pool: eight nodes of eight devices are 64; the bound only keeps mistakes out.
 MAX_TP_SIZE = 1024
 
@@ -80,6 +82,11 @@ class AllocatorConfig:
     parent_pid: int | None = None
     #: The keepers were started with this allocator: a slot table of memory before theirs is of no use.
     fresh: bool = False
+    #: The pool whose keepers have to be there first, and for how long they are waited for.
+    wait_for: str | None = None
+    wait_s: float = 30.0
+    #: End when there has been no session for so long, once there was one.
+    exit_idle_s: float | None = None
 
     def __post_init__(self) -> None:
         names = [pool.name for pool in self.pools]

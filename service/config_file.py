@@ -24,13 +24,11 @@ from typing import Any
 from mambapool.pool.errors import ConfigError
 from mambapool.pool.layout import Geometry, TensorSpec
 from mambapool.pool.models import load_model_config, state_shape
-from mambapool.service.config import PoolConfig
+from mambapool.service.config import DEFAULT_POOL, PoolConfig
 
 _POOL_KEYS = {"pool": str, "slots": int, "model": str, "state": list, "tp-size": int, "device": str}
 _TOP_KEYS = {"dir": str, "max-sessions": int, "max-waiters": int, "quarantine": str, "pool": list}
 _WORDS = {str: "a text", int: "a whole number", list: "a list"}
-
-DEFAULT_POOL = "default"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from mambapool.pool.errors import GeometryMismatch, MambaPoolError, ProtocolError, RuntimeDirError
+from mambapool.pool.runtime_dir import RuntimeDir
 from mambapool.service.groups import remove_pages, restore_end, restore_member
-from mambapool.service.leases import Leases, Lock, ReleasedLock
+from mambapool.service.leases import Leases, Lock, ReleasedLock, open_lease
 from mambapool.service.ledger import Ids, Ledger
 from mambapool.service.pools import Offer, Pool
 from mambapool.service.quarantine import needs_quarantine
@@ -41,9 +42,39 @@ def recover_table(path: Path, slots: int, digest: bytes, uuid: bytes | None) -> 
         raise GeometryMismatch(f"the slot table {path} is of another geometry: remove it if nobody needs it")
     if uuid is not None and table.uuid != uuid:
         raise RuntimeDirError(
-            f"the slot table {path} belongs to memory that is gone (its keepers were started anew): remove it"
+            f"the slot table {path} belongs to memory that is gone (its keepers were started anew), and sessions of "
+            "it still live: end them first, or remove it"
         )
     return table
+
+
+def forget_left_over(directory: RuntimeDir, pool: str, uuid: bytes) -> bool:
+    """Whether the pool's slot table is of memory before that of ``uuid``, and none of its sessions lives.
+
+    So it is after a stop and a start of everything, or a reboot, where the runtime directory lasts longer than
+    its processes. Then it says nothing about anybody, and its sessions' lease files are removed.
+    """
+    try:
+        table = SlotTableWriter.recover(directory.slot_table(pool))
+    except MambaPoolError:
+        return False  # refused with its reason, where it is taken over
+    if table.uuid == uuid:
+        return False
+    leases = [row.lease for row in table.sessions()]
+    if any(_is_held(directory, lease) for lease in leases):
+        return False
+    for lease in leases:
+        directory.lease(lease).unlink(missing_ok=True)
+    _log.info("pool %s starts anew: the memory of the slot table that was left here is gone", pool)
+    return True
+
+
+def _is_held(directory: RuntimeDir, lease: bytes) -> bool:
+    try:
+        open_lease(directory, lease).close()
+    except ProtocolError:
+        return False
+    return True
 
 
 def restore(pool: Pool, leases: Leases, now: float) -> None:

@@ -25,6 +25,7 @@ from zmq.backend import Socket as BackendSocket
 
 from mambapool.pool import protocol
 from mambapool.pool.errors import AllocatorAlreadyRunning, RuntimeDirError
+from mambapool.pool.idle import Idle
 from mambapool.pool.process_lock import ProcessLock
 from mambapool.pool.runtime_dir import RuntimeDir, check_socket_path
 from mambapool.pool.version import VERSION
@@ -33,6 +34,7 @@ from mambapool.service.build import build_registry, keeper_lock_name
 from mambapool.service.config import AllocatorConfig
 from mambapool.service.dispatcher import Dispatcher
 from mambapool.service.door import Door
+from mambapool.service.keepers import wait_for_keepers
 from mambapool.service.watcher import Watcher
 
 _log = logging.getLogger("mambapool.allocator")
@@ -81,7 +83,9 @@ def run_allocator(config: AllocatorConfig, announce: Callable[[dict[str, Any]], 
     def header() -> dict[str, Any]:
         return {"uptime_s": round(time.monotonic() - started, 3)}
 
-    server = Server(config.parent_pid)
+    if config.wait_for is not None:
+        wait_for_keepers(directory, config.wait_for, config.wait_s)
+    server = Server(config.parent_pid, Idle(config.exit_idle_s))
     watcher = Watcher(directory, server.notify)
     try:
         registry, epoch = build_registry(config, directory, watcher)
@@ -119,10 +123,11 @@ class Server:
     #: Readable while somebody connects.
     knocks: int
 
-    def __init__(self, parent_pid: int | None) -> None:
+    def __init__(self, parent_pid: int | None, idle: Idle) -> None:
         self.messages = 0
         self.replies_dropped = 0
         self._parent_pid = parent_pid
+        self._idle = idle
         self._bound = False
         self._stopping = False
         self._count_descriptors_at = 0.0
@@ -180,11 +185,14 @@ class Server:
                 if not self._serve_one():
                     break
                 if len(sessions) > self._sessions:
-                    self._look_at_descriptors()
+                    self._look_around()
             now = time.monotonic()
             if now > self._count_descriptors_at:
-                self._look_at_descriptors()
+                self._look_around()
                 self.dispatcher.tidy()
+                if self._idle.is_over(now):
+                    _log.info("no session for %g s", self._idle.after_s)
+                    break
             self.dispatcher.tick(now)
             self._send_outbox()
             if self._parent_pid is not None and os.getppid() != self._parent_pid:
@@ -229,9 +237,13 @@ class Server:
         self._send_outbox()
         return True
 
-    def _look_at_descriptors(self) -> None:
-        self._sessions = len(self.dispatcher.registry.sessions)
-        self._count_descriptors_at = time.monotonic() + COUNT_DESCRIPTORS_S
+    def _look_around(self) -> None:
+        """Note whether somebody is here, and whether there is room for more."""
+        now = time.monotonic()
+        before, self._sessions = self._sessions, len(self.dispatcher.registry.sessions)
+        if before or self._sessions:
+            self._idle.use(now)
+        self._count_descriptors_at = now + COUNT_DESCRIPTORS_S
         self._door.look()
 
     def _lock_released(self, name: bytes, how: str) -> None:

@@ -19,15 +19,15 @@ def run_replay(
     """Replay a trace on a running daemon's pool, one process per scheduler, and sum up what they found.
 
     ``progress(finished, total)`` is called several times a second, from this thread, with counts of
-    requests. Needs torch in the schedulers, not in this process. ``plot``: draw who held how many slots when,
-    into that file (:mod:`~mambapool.client.replay.plot`).
+    requests. Needs torch in the schedulers, not in this process; those that are started elsewhere join it. ``plot``:
+    draw who held how many slots when, into that file (:mod:`~mambapool.client.replay.plot`).
 
     Raises :class:`~mambapool.pool.errors.TraceError` before anything is started,
     :class:`~mambapool.pool.errors.ConfigError` when there is no torch or the pool cannot serve the requests,
     :class:`~mambapool.client.replay.failure.ReplayFailed` when a scheduler dies or none can go on, and what
     ``connect`` raises.
     """
-    if importlib.util.find_spec("torch") is None:
+    if not options.elsewhere and importlib.util.find_spec("torch") is None:
         raise ConfigError("a replay's schedulers need torch: pip install 'mambapool[worker]'")
     if plot is not None:
         from mambapool.client.replay.plot import check_plot

@@ -1,4 +1,4 @@
-"""What a replay and its scheduler processes say to each other: one JSON object per line, on pipes.
+"""What a replay and its scheduler processes say to each other: one JSON object per line, on pipes or a socket.
 
 To a process, on its standard input: a :class:`Job`, then a :class:`Go` when all are ready. One that is a rank of
 several first says :class:`Loaded`, and is sent a :class:`Go` when all are: ranks join each other, and wait for
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,22 @@ _REPORTS: dict[str, type[Loaded] | type[Ready] | type[Progress] | type[Failed]] 
     "Progress": Progress,
     "Failed": Failed,
 }
+
+
+class Reports:
+    """The reports that come through a descriptor."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._unread = b""
+
+    def read(self) -> list[Report] | None:
+        """Those that have come, when something has; None when the process has said its last."""
+        piece = os.read(self._fd, 1 << 16)
+        if not piece:
+            return None
+        *lines, self._unread = (self._unread + piece).split(b"\n")
+        return [parse_report(line) for line in lines]
 
 
 def _line(fields: dict[str, Any]) -> bytes:

@@ -1,15 +1,15 @@
-"""Running the schedulers of a replay: a process for each rank of each, started together, watched to the end."""
+"""Running the schedulers of a replay: a process for each rank of each, started or joined, watched to the end."""
 
 from __future__ import annotations
 
 import selectors
-import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
 from mambapool.client.replay.failure import ReplayFailed, raised_by
+from mambapool.client.replay.joining import JoinedScheduler, joined_schedulers
 from mambapool.client.replay.messages import Failed, Loaded, Progress, Ready, Report
 from mambapool.client.replay.options import ReplayOptions
 from mambapool.client.replay.result import SchedulerResult
@@ -18,6 +18,7 @@ from mambapool.client.replay.watch import Watch
 from mambapool.pool.errors import ConfigError
 
 _Report = TypeVar("_Report", Loaded, Ready)
+_Process = SchedulerProcess | JoinedScheduler
 
 #: Seconds that a scheduler has to end in when it was asked to, or has sent its result. It ends between two
 #: steps, and closing its session is bounded by the client.
@@ -40,7 +41,7 @@ class Run:
 
 
 def run_schedulers(options: ReplayOptions, progress: Callable[[int], None]) -> Run:
-    """Start the schedulers, wait until all are connected, let them run, and collect what they report.
+    """Start the schedulers, or let them join, wait until all are connected, let them run, and collect what they report.
 
     ``progress`` is called with the number of requests finished so far, from this thread. No process is left
     behind, whatever happens. Raises the error that a scheduler reports, :class:`ConfigError` when the pool
@@ -61,7 +62,7 @@ class _Schedulers:
     def __init__(self, options: ReplayOptions) -> None:
         self._options = options
         self._selector = selectors.DefaultSelector()
-        self._processes: list[SchedulerProcess] = []
+        self._processes: list[_Process] = []
         self._results: dict[tuple[int, int], SchedulerResult] = {}
         self.result_times_s: list[float] = []
 
@@ -69,11 +70,17 @@ class _Schedulers:
         return self
 
     def start(self) -> None:
+        if self._options.elsewhere:
+            for joined in joined_schedulers(self._options):
+                self._add(joined)
+            return
         for scheduler in range(self._options.schedulers):
             for rank in range(self._options.tp_size):
-                process = SchedulerProcess(scheduler, self._options, rank)
-                self._processes.append(process)
-                self._selector.register(process, selectors.EVENT_READ, process)
+                self._add(SchedulerProcess(scheduler, self._options, rank))
+
+    def _add(self, process: _Process) -> None:
+        self._processes.append(process)
+        self._selector.register(process, selectors.EVENT_READ, process)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         for process in self._processes:
@@ -127,10 +134,10 @@ class _Schedulers:
                     told[process.scheduler, process.rank] = report
         return told[0, 0]
 
-    def _receive(self) -> Iterator[tuple[SchedulerProcess, Report]]:
+    def _receive(self) -> Iterator[tuple[_Process, Report]]:
         """What has come within :data:`_LOOK_S`. Raises when a scheduler failed, or ended too early."""
         for key, _ in self._selector.select(_LOOK_S):
-            process: SchedulerProcess = key.data
+            process: _Process = key.data
             reports = process.read()
             if reports is None:
                 self._selector.unregister(process)
@@ -140,22 +147,14 @@ class _Schedulers:
                     raise raised_by(str(process), report)
                 yield process, report
 
-    def _check_end(self, process: SchedulerProcess) -> None:
+    def _check_end(self, process: _Process) -> None:
         status = process.wait(_END_S)
         has_result = (process.scheduler, process.rank) in self._results
         if has_result and status == 0:
             return
         when = "after its result" if has_result else "without a result"
         words = process.last_words()
-        raise ReplayFailed(f"{process} {_how_ended(status)} {when}{': ' if words else ''}{words}")
-
-
-def _how_ended(status: int | None) -> str:
-    if status is None:
-        return "did not end"
-    if status < 0:
-        return f"was ended by {signal.Signals(-status).name}"
-    return f"ended with exit status {status}"
+        raise ReplayFailed(f"{process} {process.how_it_ended(status)} {when}{': ' if words else ''}{words}")
 
 
 def _check_pool(options: ReplayOptions, pool: Ready) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from typing import IO
 
-from mambapool.client.replay.messages import Go, Job, Report, parse_report
+from mambapool.client.replay.messages import Go, Job, Report, Reports
 from mambapool.client.replay.options import ReplayOptions
 
 #: Bytes of a process's standard error that an error message quotes.
@@ -23,7 +24,6 @@ class SchedulerProcess:
         self.rank = rank
         self._ranks = options.tp_size
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115, open for as long as the process
-        self._unread = b""
         # -P: a folder of the directory that the user happens to be in must not stand in for a package.
         # One thread each: the schedulers share the processors, and would only take them from each other.
         self._process = subprocess.Popen(
@@ -33,6 +33,7 @@ class SchedulerProcess:
             stderr=self._stderr,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
+        self._reports = Reports(self.fileno())
         # Of this replay alone: others may run on the same daemon.
         group = f"replay-{os.getpid()}-{scheduler}" if options.tp_size > 1 else None
         self._send(Job(scheduler, options, rank, group).to_line())
@@ -51,11 +52,7 @@ class SchedulerProcess:
 
     def read(self) -> list[Report] | None:
         """The reports that have come, when something has; None when the process has said its last."""
-        piece = os.read(self.fileno(), 1 << 16)
-        if not piece:
-            return None
-        *lines, self._unread = (self._unread + piece).split(b"\n")
-        return [parse_report(line) for line in lines]
+        return self._reports.read()
 
     def wait(self, timeout_s: float) -> int | None:
         """The exit status, negative for a signal's number; None if the process has not ended in time."""
@@ -63,6 +60,14 @@ class SchedulerProcess:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None
+
+    def how_it_ended(self, status: int | None) -> str:
+        """What :meth:`wait` returned, in words."""
+        if status is None:
+            return "did not end"
+        if status < 0:
+            return f"was ended by {signal.Signals(-status).name}"
+        return f"ended with exit status {status}"
 
     def last_words(self) -> str:
         """The end of what the process wrote to standard error."""

@@ -1,6 +1,6 @@
 """The process of one scheduler of a replay: ``python -m mambapool.client.replay.worker_process``.
 
-Started by :mod:`~mambapool.client.replay.runner`, which it talks to as
+Started by :mod:`~mambapool.client.replay.runner`, or joined to it by ``mambapool scheduler``; talks to it as
 :mod:`~mambapool.client.replay.messages` says. SIGTERM and SIGINT end it between two steps; it also ends by
 itself when nobody reads its reports any more.
 """
@@ -76,7 +76,7 @@ def main() -> int:
     except MambaPoolError as error:
         reporter.send(Failed(type(error).__name__, str(error)))
         return 1
-    except (_Stopped, BrokenPipeError):
+    except (_Stopped, ConnectionError):
         return 1
     reporter.send(result)
     return 0

@@ -31,7 +31,7 @@ def one_pool(
 def running_daemon(named: str | None) -> RuntimeDir:
     """The directory of a daemon that says it is ready."""
     directory = RuntimeDir.for_client(named)
-    if directory is None or not directory.ready.exists():
+    if directory is None or not directory.has_ready():
         places = [named] if named is not None else [str(place) for place in candidates()]
         raise AllocatorUnavailable(
             f"no daemon is ready in {' or '.join(places)}: start one with `mambapool serve`, or name its --dir"

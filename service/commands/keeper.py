@@ -9,7 +9,7 @@ from mambapool.pool.exits import EXIT_ALREADY_RUNNING, EXIT_DONE, EXIT_FAILED, E
 from mambapool.pool.runtime_dir import RuntimeDir
 from mambapool.service.commands.common import configure_logging, one_pool
 from mambapool.service.commands.manual import Command
-from mambapool.service.options import dir_option, option, pool_options
+from mambapool.service.options import DURATION, dir_option, option, pool_options
 
 
 @click.command(
@@ -25,6 +25,9 @@ from mambapool.service.options import dir_option, option, pool_options
 )
 @pool_options(required_slots=True, slots_help="Usable slots; ids are 1..N, row 0 is added.")
 @option("--rank", type=click.IntRange(min=0), default=0, show_default=True, metavar="R", help="Whose shard.")
+@option(
+    "--exit-idle", type=DURATION, metavar="T", help="End T after the allocator has ended; not when it crashed."
+)
 @dir_option
 def keeper(
     pool: str,
@@ -34,6 +37,7 @@ def keeper(
     tp_size: int,
     device: str,
     rank: int,
+    exit_idle: float | None,
     directory: str | None,
 ) -> None:
     """Keep one shard's memory alone, until SIGTERM.
@@ -49,6 +53,6 @@ def keeper(
         raise ConfigError("a keeper needs --model or --state: it keeps the memory of states")
     place = RuntimeDir.for_server(directory).path
     keep(
-        KeeperConfig(place, pool, rank, tp_size, slots, config.geometry, device=device),
+        KeeperConfig(place, pool, rank, tp_size, slots, config.geometry, device=device, exit_idle_s=exit_idle),
         lambda _: click.echo(f"mambapool ready: keeper of {pool}, rank {rank} of {tp_size}, in {place}"),
     )

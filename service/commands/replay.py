@@ -26,6 +26,7 @@ from mambapool.service.options import DURATION, dir_option, json_option, option
             "mambapool replay bench/traces/mooncake_conversation_trace.jsonl.gz --limit 2000",
             "four schedulers, one pool",
         ),
+        ("mambapool replay trace.csv --elsewhere --schedulers 2", "the schedulers are in containers of their own"),
         ("mambapool replay chat.csv code.jsonl --plot occupancy.png", "a scheduler for each trace, and a picture"),
     ],
     exits={
@@ -56,6 +57,9 @@ from mambapool.service.options import DURATION, dir_option, json_option, option
 )
 @option("--guarantee", type=int, default=0, show_default=True, metavar="G", help="Slots granted to each whole.")
 @option(
+    "--elsewhere", is_flag=True, help="Start no schedulers: wait until M times `mambapool scheduler` has joined."
+)
+@option(
     "--plot",
     type=click.Path(path_type=Path),
     metavar="FILE.png",
@@ -76,6 +80,7 @@ def replay(
     tp_size: int,
     device: str,
     guarantee: int,
+    elsewhere: bool,
     plot: Path | None,
     timeout: float,
     as_json: bool,
@@ -104,6 +109,7 @@ def replay(
         tp_size=tp_size,
         device=device,
         guarantee=guarantee,
+        elsewhere=elsewhere,
     )
     if plot is not None:
         from mambapool.client.replay.plot import check_plot

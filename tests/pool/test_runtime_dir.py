@@ -136,6 +136,27 @@ def test_a_directory_of_another_user_is_refused(directory: RuntimeDir) -> None:
         directory.check_owner()
 
 
+@needs_root
+def test_a_client_that_may_not_look_into_a_directory_is_told_whose_it_is_if_it_asked_for_it(
+    directory: RuntimeDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory.write_ready({})
+    directory.path.parent.chmod(0o755)
+    os.seteuid(12345)
+    try:
+        monkeypatch.setattr("mambapool.pool.runtime_dir.candidates", lambda: [directory.path])
+        assert RuntimeDir.for_client() is None, "somebody else's usual place"
+        asked_for = RuntimeDir.for_client(directory.path)
+        assert asked_for is not None
+        with pytest.raises(RuntimeDirError, match="belongs to uid 0, this process is uid 12345"):
+            asked_for.has_ready()
+        monkeypatch.setenv("MAMBAPOOL_DIR", str(directory.path))
+        with pytest.raises(RuntimeDirError, match="belongs to uid 0, this process is uid 12345"):
+            RuntimeDir.for_client()
+    finally:
+        os.seteuid(0)
+
+
 def test_a_directory_that_cannot_be_written_is_refused(
     directory: RuntimeDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
