@@ -59,7 +59,8 @@ class SlotAllocator:
         self._row = transport.session["row"]
         self._applied = table.layout.session(self._row) + S_APPLIED
         self._limit: int = min(transport.session["limit"], self.size)
-        self._has_limit = self._limit < self.size
+        #: Whether available_size() has more to look at than the free count: a limit, or a reason to raise.
+        self._careful = self._limit < self.size
         #: How often clear() was called: an alloc that waited over one does not know what it has.
         self._clears = 0
         self._tensors = tensors or SlotTensors(self.size, torch.device(device))
@@ -92,7 +93,7 @@ class SlotAllocator:
         limit. 0 while somebody waits for slots: they are theirs first.
         """
         # In this order: what is freed inside is posted before it is taken off its list.
-        if self._freed_inside or self._unapplied or self._unusable or self._refusals or self._has_limit:
+        if self._freed_inside or self._unapplied or self._refusals or self._careful:
             return self._available_with_pending()
         items = self._table_items
         return 0 if items[H_WAITING] else items[H_FREE_COUNT]
@@ -209,6 +210,7 @@ class SlotAllocator:
     def disable(self, reason: MambaPoolError) -> None:
         """Every later call raises ``reason``; takes no lock, so that a forked child can call it."""
         self._unusable = reason
+        self._careful = True
         self._window = []
         # In a forked child the old one may be held by a thread that exists in the parent only.
         self._calls = _Turn(self._transport)
