@@ -44,14 +44,15 @@ class OneSlotChanges:
     A refusal is raised before anything has changed, the number of the posted message included.
     """
 
-    def __init__(self, ledger: Ledger, table: SlotTableWriter) -> None:
-        self._ledger = ledger
+    def __init__(self, pool: Pool, table: SlotTableWriter) -> None:
+        # Not its ledger: a recovery replaces that.
+        self._pool = pool
         self._commits = OneSlotCommits(table)
         self._sessions = table.layout.session(0) + st.S_APPLIED
 
     def grant(self, session: Session, request_id: int) -> int:
         """One slot, or 0 when none is free; the session's limit is for the caller to mind."""
-        ledger = self._ledger
+        ledger = self._pool.ledger
         slot = ledger.take_one(session.number)
         if slot:
             generation = ledger.generation_of(slot)
@@ -61,7 +62,7 @@ class OneSlotChanges:
 
     def free(self, session: Session, freed: int, number: int) -> None:
         """Apply posted message ``number``, which frees one slot."""
-        ledger = self._ledger
+        ledger = self._pool.ledger
         order = ledger.next_order
         ledger.give_back_one(freed, session.number)
         address = self._sessions + session.row * st.SESSION_WORDS
@@ -71,7 +72,7 @@ class OneSlotChanges:
 
     def swap(self, session: Session, freed: int, number: int, request_id: int) -> int:
         """Both: there is always one to grant, if need be the one that was freed."""
-        ledger = self._ledger
+        ledger = self._pool.ledger
         order = ledger.next_order
         holder = session.number
         slot = ledger.swap_one(freed, holder)
@@ -121,7 +122,7 @@ class Pool:
         self.waiting = WaitQueue(max_waiters)
         self.rows = SessionRows(table.layout.max_sessions)
         #: The changes of one slot in one go; None where each has to go step by step.
-        self.one_slot: OneSlotChanges | None = OneSlotChanges(self.ledger, table)
+        self.one_slot: OneSlotChanges | None = OneSlotChanges(self, table)
 
     def __repr__(self) -> str:
         return f"Pool({self.name!r}, {self.ledger!r}, sessions={len(self.sessions)})"
