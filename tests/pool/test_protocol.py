@@ -137,9 +137,9 @@ def test_the_longest_body_names_every_slot_once() -> None:
 
 
 def test_operations_have_names_and_numbers_of_their_own() -> None:
-    assert len(set(protocol.OP_NAMES)) == len(set(protocol.OP_NAMES.values())) == 13
+    assert len(set(protocol.OP_NAMES)) == len(set(protocol.OP_NAMES.values())) == 15
     assert all(getattr(protocol, name) == op for op, name in protocol.OP_NAMES.items())
-    assert {protocol.OP_NAMES[op] for op in protocol.POSTED_OPS} == {"FREE", "END", "CLEAR", "CANCEL"}
+    assert {protocol.OP_NAMES[op] for op in protocol.POSTED_OPS} == {"FREE", "END", "CLEAR", "CANCEL", "CLOSE"}
 
 
 SLOT_ERRORS = [
