@@ -43,6 +43,8 @@ SLOTS = 96
 #: Every other client's. Their sum leaves room for the successors of those whose death nobody has noticed yet.
 GUARANTEE = 6
 KILL_EVERY_S = (0.1, 0.5)
+#: What is not back so long after the last client has ended is lost.
+BACK_S = 5.0
 LOOK_S = 0.02
 END_S = 60.0
 #: The parts that the slots of a pool are in, in ``status``.
@@ -98,6 +100,10 @@ class Soak:
             if status := child.wait(END_S):
                 self.wrong.append(f"client {place} ended with status {status}: {child.stderr}")
         self._daemon.check()
+        # Who was killed last may still be ending: its slots come back when its lock is released, or by the sweep.
+        deadline = time.monotonic() + BACK_S
+        while self._table.free_count < SLOTS and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
         session = RawSession(self.dir)
         session.hello()
         reply = session.ask(protocol.ALLOC, SLOTS, None, False)

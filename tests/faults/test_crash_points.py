@@ -29,6 +29,7 @@ from mambapool.service.table_writer import SlotTableWriter
 ALL_POINTS = bool(os.environ.get("MAMBAPOOL_ALL_CRASH_POINTS"))
 EVERY = 499
 EVERY_OF_RANKS = 7
+EVERY_LINE = 3
 
 
 @dataclass
@@ -304,7 +305,8 @@ def test_a_crash_before_any_store_changes_nothing_that_a_client_sees(kind: str, 
     for place, (line, again) in enumerate(points):
         if again is not None and place % EVERY and not ALL_POINTS:
             continue
-        if isinstance(change, Join) and line % EVERY_OF_RANKS and not ALL_POINTS:
+        every = EVERY_OF_RANKS if isinstance(change, Join) else EVERY_LINE
+        if line % every and not ALL_POINTS:
             continue
         if not place % 100:
             gc.collect()  # tables of allocators that died are mapped until then, and each mapping is a descriptor
