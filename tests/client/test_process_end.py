@@ -133,7 +133,10 @@ def test_ctrl_c_in_a_call_that_waits_ends_it_and_its_slots_come_back(
     pool = fresh_pool(16)
     # Longer than any test: it is the interrupt that ends this call.
     waits = """
+import signal
 from mambapool.client import connect as again
+# Where the tests themselves run in a shell's background, SIGINT is ignored, and that is inherited.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 worker.close()
 worker = again(sys.argv[1], pool=sys.argv[2], timeout=600)
 print(worker.session, flush=True)
