@@ -81,6 +81,10 @@ def main() -> int:
     if arguments.as_json:
         # What belongs to no numbered goal is for people.
         print(json.dumps([figure for figure in figures if type(figure["goal"]) is int], ensure_ascii=False))
+    elif arguments.markdown:
+        from measuring.drawing import markdown
+
+        print(markdown(figures))
     else:
         from measuring.drawing import draw
 
@@ -130,6 +134,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--goal", type=int, action="append", choices=GOALS, metavar="N", help="only this goal")
     parser.add_argument("--quick", action="store_true", help="short, for CI: figures are not judged")
     parser.add_argument("--plots", action="store_true", help="draw the pictures of the README instead")
+    parser.add_argument("--markdown", action="store_true", help="print the table of the README")
     parser.add_argument("--json", dest="as_json", action="store_true", help="print the figures as JSON")
     return parser.parse_args()
 

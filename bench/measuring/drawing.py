@@ -30,5 +30,17 @@ def draw(figures: Sequence[dict[str, Any]], *, judged: bool) -> None:
     console.print(table)
 
 
+def markdown(figures: Sequence[dict[str, Any]]) -> str:
+    """The same as the README has it."""
+    lines = ["| goal | figure | measured | limit | |", "|---|---|---|---|---|"]
+    for figure in figures:
+        goal = figure["goal"] if type(figure["goal"]) is int else ""
+        sign = "≤" if figure["better"] == "lower" else "≥"
+        met = "met" if figure["met"] else "**missed**"
+        cells = (goal, figure["name"], _short(figure["value"]), f"{sign} {_short(figure['limit'])}", met)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
 def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.2f}"
