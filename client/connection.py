@@ -109,8 +109,8 @@ class Connection:
         # What was posted before goes before; what the request carries goes inside it.
         before = number if frees is None else number - 1
         self.send_posted(before)
-        oldest = min(self.waiting, default=request_id)
-        header = (op, self.number, request_id, self.epoch, number, min(oldest, request_id))
+        oldest = min(request_id, *self.waiting) if self.waiting else request_id
+        header = (op, self.number, request_id, self.epoch, number, oldest)
         sent = self._send(self._pack((*header, *arguments)))
         if sent and frees is not None and self.posted.sent == before:
             self.posted.sent = number

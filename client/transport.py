@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -136,8 +136,9 @@ class Transport:
     def _checked(self, op: int, reply: list[Any]) -> list[Any]:
         try:
             return self.connection.checked(op, reply)
-        finally:
+        except MambaPoolError:
             self.flush()  # what makes no sense was given back
+            raise
 
     def _resolve(self, request_id: int, op: int) -> list[Any] | None:
         """What became of a kept request that was not answered in time: its grant, or None; it waits no longer."""
@@ -257,18 +258,25 @@ class Transport:
         self.forked = True
         self.connection.lease.abandon()
 
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[Connection]:
+    def _turn(self) -> _Turn:
         """The connection is this thread's; what others posted meanwhile is sent afterwards."""
-        if not self.lock.acquire(timeout=self.timeout):
+        return _Turn(self)  # a new one: kept, it would be a cycle, and a closed session's table would stay mapped
+
+    def take(self) -> Connection:
+        """The connection is this thread's until :meth:`let_go`."""
+        # Without a timeout first: that is ten times faster where nobody has it.
+        if not self.lock.acquire(blocking=False) and not self.lock.acquire(timeout=self.timeout):
             raise self.connection.unavailable(f"another thread waited for it for {self.timeout:g} s")
-        try:
-            if self.closed:
-                raise self.connection.unavailable("this client was closed")
-            yield self.connection
-        finally:
-            self.lock.release()
-            self._abandon_if_closed()
+        if self.closed:
+            self.let_go()
+            raise self.connection.unavailable("this client was closed")
+        return self.connection
+
+    def let_go(self) -> None:
+        """What others posted meanwhile is sent now."""
+        self.lock.release()
+        self._abandon_if_closed()
+        if self.wanted or self.posted.sent != self.posted.last:
             self.flush()
 
     def _exchange(
@@ -335,3 +343,16 @@ class Transport:
 
     def _deadline(self) -> float:
         return time.monotonic() + self.timeout
+
+
+class _Turn:
+    """Has the connection inside. No generator: every call comes by here."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def __enter__(self) -> Connection:
+        return self._transport.take()
+
+    def __exit__(self, *_error: object) -> None:
+        self._transport.let_go()
