@@ -138,6 +138,8 @@ class GuaranteedAllocator(SlotAllocator):
     def _alloc_more(self, need_size: SupportsIndex, timeout: float | None) -> torch.Tensor | None:
         count = whole_number(need_size)
         self._check_usable()
+        if not timeout and count > len(self._list):
+            return None
         deadline = time.monotonic() + (timeout or 0.0)
         while True:
             with self._lock:

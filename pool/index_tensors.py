@@ -56,8 +56,13 @@ def check_form(value: torch.Tensor, what: str) -> None:
 
 
 def _from_tensor(value: torch.Tensor, what: str) -> list[int]:
+    ids: list[int]
+    if value.dtype is torch.int64 and value.layout is torch.strided and value.dim() == 1 and not value.is_meta:
+        # What schedulers pass, several times for every request: the checks below take longer than reading it.
+        ids = value.tolist()
+        return ids
     check_form(value, what)
-    ids: list[int] = value.reshape(-1).tolist()
+    ids = value.reshape(-1).tolist()
     return ids
 
 

@@ -6,7 +6,10 @@ With SGLang's own callers: ``make peers``.
 from __future__ import annotations
 
 import gc
+import json
 import logging
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +20,7 @@ import pytest
 import torch
 from daemons import Daemon, wait_until
 from fresh_pool import granted, ids
-from processes import Children
+from processes import Child, Children
 
 from mambapool.client.sglang import MambaSlotAllocator, plugin
 from mambapool.client.sglang.allocator import close_left
@@ -249,6 +252,100 @@ def test_ranks_of_a_server_which_have_one_environment_are_sglangs(
     monkeypatch.setenv("MAMBAPOOL_WORLD_SIZE", "8")
     engine = Engine.of_process()
     assert (engine.name, engine.rank, engine.world_size) == ("e", 5, 8)
+
+
+#: One rank of an engine: it makes its pools, then a seeded mixture of calls each time it is told to.
+RANK_OF_AN_ENGINE = """
+    import json, random, sys
+    import torch
+    from mambapool.client.sglang import MambaSlotAllocator
+    from mambapool.pool.errors import MambaPoolError
+
+    running, tracks = (MambaSlotAllocator(size=size, device="cpu") for size in (12, 6))
+    draw, held, answers = random.Random(8), [], []
+
+    def step(allocator):
+        allocator.alloc_group_begin(draw.randrange(4))
+        for count in draw.choices((1, 2), k=3):
+            slots = allocator.alloc(count)
+            answers.append(slots if slots is None else slots.tolist())
+            if slots is not None:
+                held.append((allocator, slots))
+        allocator.alloc_group_end()
+        while held and draw.random() < 0.6:
+            owner, slots = held.pop(draw.randrange(len(held)))
+            owner.free(slots)
+        answers.append(allocator.available_size())
+
+    for line in sys.stdin:
+        before = running._worker.messages + tracks._worker.messages
+        try:
+            if line == "other\\n":
+                answers.append(running.alloc(1) is None)
+            for _ in range(100):
+                step(running), step(tracks)
+            error = ""
+        except MambaPoolError as caught:
+            error = f"{type(caught).__name__}: {caught}"
+        messages = running._worker.messages + tracks._worker.messages - before
+        print(json.dumps([messages, error, answers]), flush=True)
+"""
+
+
+def an_engine(children: Children, daemon: Daemon, name: str) -> list[Child]:
+    """Its two ranks."""
+    settings = {"MAMBAPOOL_DIR": str(daemon.dir), "MAMBAPOOL_GROUP": name, "MAMBAPOOL_WORLD_SIZE": "2"}
+    return [children.start(RANK_OF_AN_ENGINE, **settings, MAMBAPOOL_RANK=str(rank)) for rank in range(2)]
+
+
+def ask_both(ranks: list[Child], *lines: str) -> list[list[Any]]:
+    for rank, line in zip(ranks, lines, strict=True):
+        rank.say(line)
+    return [json.loads(rank.hear()) for rank in ranks]
+
+
+def test_ranks_that_make_equal_calls_get_equal_slots_and_send_nothing(
+    shared_daemon: Daemon, children: Children
+) -> None:
+    first, second = ask_both(an_engine(children, shared_daemon, "engine-c"), "go", "go")
+    assert first == second
+    assert (first[0], first[1], len(first[2])) == (0, "", 800)
+    pools = {pool["name"]: pool for pool in shared_daemon.status()["pools"]}
+    assert [pools[f"engine-c-{number}"]["held"] for number in range(2)] == [12, 6]
+
+
+def test_a_rank_that_makes_another_call_is_told_so(shared_daemon: Daemon, children: Children) -> None:
+    ranks = an_engine(children, shared_daemon, "engine-d")
+    ask_both(ranks, "go", "go")
+    ask_both(ranks, "go", "other")
+    # Whoever was ahead meanwhile could not know yet.
+    (_, error, _), (_, other, _) = ask_both(ranks, "go", "go")
+    assert other.startswith("RankDiverged: group engine-d-0, call "), other
+    assert "rank 1 called alloc(1), rank 0 called alloc_group_begin(" in other
+    assert error.startswith("GroupBroken: group engine-d-0: rank 1 made another call than rank 0 at call "), error
+
+
+def test_a_rank_whose_peer_was_killed_is_told_so_and_the_slots_come_back_with_the_last(
+    shared_daemon: Daemon, children: Children
+) -> None:
+    ranks = an_engine(children, shared_daemon, "engine-e")
+    ask_both(ranks, "go", "go")
+    os.kill(ranks[1].pid, signal.SIGKILL)
+    assert ranks[1].wait() == -signal.SIGKILL
+    names = {"engine-e-0", "engine-e-1"}
+
+    def told() -> bool:
+        ranks[0].say("go")
+        error: str = json.loads(ranks[0].hear())[1]
+        return error.startswith("GroupBroken: group engine-e-") and f"pid {ranks[1].pid}" in error
+
+    wait_until(told, "rank 0 is told of the death of rank 1")
+    assert names <= {pool["name"] for pool in shared_daemon.status()["pools"]}
+    ranks[0].say_no_more()
+    ranks[0].wait()
+    wait_until(
+        lambda: not names & {pool["name"] for pool in shared_daemon.status()["pools"]}, "the engine's pools ended"
+    )
 
 
 def test_the_plugin_does_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
