@@ -7,12 +7,13 @@ request. The answer, the slot table and the free list must be those of a run wit
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import os
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,11 @@ from mambapool.pool import protocol
 from mambapool.pool.protocol import unpack_ids
 from mambapool.service.table_writer import SlotTableWriter
 
-#: Every crash point, but of those with a second crash in recovery only each n-th, and of ranks, each with a group page
-#: of its own, each n-th of the first ones too: all of them take minutes (``make faults``).
+#: Every crash point, or of each kind of change no more than so many, evenly spread: first crashes, and for each of
+#: them crashes of its recovery. All of them take minutes (``make faults``).
 ALL_POINTS = bool(os.environ.get("MAMBAPOOL_ALL_CRASH_POINTS"))
-EVERY = 499
-EVERY_OF_RANKS = 7
-EVERY_LINE = 3
+MOST_LINES = 80
+MOST_AGAIN = 2
 
 
 @dataclass
@@ -97,6 +97,10 @@ class Client:
             if number > reply[3]["applied"]:
                 self._send_posted(number, op, argument)
 
+    def copy(self) -> Client:
+        """Of the client alone, its allocator being dead."""
+        return replace(self, unapplied=list(self.unapplied))
+
     def take(self, count: int) -> list[int]:
         reply = self.ask(protocol.ALLOC, count, None, False)
         assert reply is not None
@@ -126,6 +130,15 @@ class World:
         a.post(protocol.FREE, _ids(held[1]))
         a.request += 1
         return cls(directory / "default.table", leases, a, b, [held[0], held[2]])
+
+    def copy(self, directory: Path) -> World:
+        """Everything that outlives the allocator."""
+        shutil.copytree(self.path.parent, directory)
+        leases = self.leases.copy()
+        return World(directory / self.path.name, leases, self.a.copy(), self.b.copy(), list(self.held))
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path.parent)
 
 
 def _ids(*slots: int) -> bytes:
@@ -283,7 +296,7 @@ CHANGES: dict[str, tuple[tuple[Change, ...], Change]] = {
 @pytest.mark.parametrize("kind", CHANGES)
 def test_a_crash_before_any_store_changes_nothing_that_a_client_sees(kind: str, tmp_path: Path) -> None:
     before, change = CHANGES[kind]
-    numbers = itertools.count()
+    numbers, checked = itertools.count(), itertools.count(1)
 
     def world() -> World:
         directory = tmp_path / str(next(numbers))
@@ -293,30 +306,16 @@ def test_a_crash_before_any_store_changes_nothing_that_a_client_sees(kind: str, 
             earlier.do(made)
         return made
 
+    def copy_of(crashed: World) -> World:
+        return crashed.copy(tmp_path / str(next(numbers)))
+
     truth = world()
     expected = _payload(change.do(truth))
     truth_after = durable(truth.path)
-    lines = every_line(lambda: change.do(world()))
-    cut_off = world()
-    with contextlib.suppress(Crashed), crash_before(lines - 2):
-        change.do(cut_off)
-    recovery_lines = every_line(lambda: start(cut_off.path, cut_off.leases))
-    points = [(line, again) for line in range(lines + 1) for again in (None, *range(recovery_lines))]
-    for place, (line, again) in enumerate(points):
-        if again is not None and place % EVERY and not ALL_POINTS:
-            continue
-        every = EVERY_OF_RANKS if isinstance(change, Join) else EVERY_LINE
-        if line % every and not ALL_POINTS:
-            continue
-        if not place % 100:
-            gc.collect()  # tables of allocators that died are mapped until then, and each mapping is a descriptor
-        crashed = world()
-        with contextlib.suppress(Crashed), crash_before(line):
-            change.do(crashed)
-        if again is not None:
-            with contextlib.suppress(Crashed), crash_before(again):
-                start(crashed.path, crashed.leases)
-        where = f"crash before line {line} of {lines}, then in recovery before {again} of {recovery_lines}"
+    counted = world()
+    lines = every_line(lambda: change.do(counted))
+
+    def same_as_without(crashed: World, where: str) -> None:
         allocator = start(crashed.path, crashed.leases)
         for client in (crashed.a, crashed.b):
             client.come_back(allocator)
@@ -326,7 +325,31 @@ def test_a_crash_before_any_store_changes_nothing_that_a_client_sees(kind: str, 
         assert durable(crashed.path) == truth_after, where
         crashed.a.ask(protocol.ALLOC, 1, None, False)
         allocator.pool.check()
-        shutil.rmtree(crashed.path.parent)  # thousands of tables and group pages otherwise
+        crashed.remove()  # thousands of tables and group pages otherwise
+        if not next(checked) % 100:
+            gc.collect()  # tables of allocators that died are mapped until then, and each mapping is a descriptor
+
+    for line in _points(lines + 1, MOST_LINES):
+        where = f"crash before line {line} of {lines}"
+        crashed = world()
+        with contextlib.suppress(Crashed), crash_before(line):
+            change.do(crashed)
+        recovered = copy_of(crashed)
+        recovery_lines = every_line(functools.partial(start, recovered.path, recovered.leases))
+        recovered.remove()
+        for again in _points(recovery_lines, MOST_AGAIN, first=line):
+            twice = copy_of(crashed)
+            with contextlib.suppress(Crashed), crash_before(again):
+                start(twice.path, twice.leases)
+            same_as_without(twice, f"{where}, then in recovery before {again} of {recovery_lines}")
+        same_as_without(crashed, where)
+
+
+def _points(count: int, most: int, first: int = 0) -> Iterable[int]:
+    """All of 0 to ``count`` - 1, or up to ``most`` of them, at even distances."""
+    if ALL_POINTS or count <= most:
+        return range(count)
+    return [(place * count // most + first) % count for place in range(most)]
 
 
 def test_without_the_redo_record_crashes_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,12 @@ class TestLeases:
         self.ended: dict[bytes, bool | None] = {}
         self.open_names: set[bytes] = set()
 
+    def copy(self) -> TestLeases:
+        """The same processes, before another allocator."""
+        copied = TestLeases()
+        copied.dead, copied.ended, copied.open_names = set(self.dead), dict(self.ended), set(self.open_names)
+        return copied
+
     def open(self, name: bytes) -> Lock:
         if name in self.dead:
             raise ProtocolError(f"nobody holds the lease {name.hex()}")
