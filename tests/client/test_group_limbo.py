@@ -183,8 +183,9 @@ def test_clear_waits_for_every_rank_and_leaves_the_list_in_order(pool: FreshPool
     for rank in ranks:
         fill(rank)
     on_all(ranks, lambda rank: rank.allocator.clear())
-    assert pool.owner.allocator.free_slots.tolist() == list(range(1, 9))
-    assert on_all(ranks, lambda rank: ids(rank.allocator.alloc(8))) == [list(range(1, 9))] * 2
+    everything = list(range(1, 9))
+    wait_until(lambda: pool.owner.allocator.free_slots.tolist() == everything, "the list is in order")
+    assert on_all(ranks, lambda rank: ids(rank.allocator.alloc(8))) == [everything] * 2
 
 
 def test_a_clear_that_a_rank_does_not_come_to_names_it(pool: FreshPool) -> None:

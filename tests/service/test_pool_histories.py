@@ -538,5 +538,5 @@ def _no_log(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_pool_does_what_the_model_does_and_its_table_tells_so_at_every_step() -> None:
-    steps_of(PoolHistory, histories=140, steps=200)
-    assert PoolHistory.steps >= 20_000
+    steps_of(PoolHistory, histories=70, steps=150)
+    assert PoolHistory.steps >= 7_500
