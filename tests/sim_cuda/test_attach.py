@@ -6,14 +6,28 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from daemons import wait_until
-from gpu_pools import GpuPool, GpuPools
+from daemons import SMALL_STATE, wait_until
+from gpu_pools import PRELUDE, GpuPool, GpuPools
+from processes import Child
 from simulated_gpu import SimulatedMachine
 
 from mambapool.client.operators import ask_audit
 from mambapool.service.audited import AuditedPool
+
+REFUSED = """
+try:
+    connect(directory, device=sys.argv[2], timeout=3.0)
+except errors.MambaPoolError as error:
+    say(type(error).__name__, error)
+"""
+
+BY_ORDINAL = """
+from mambapool.pool import cuda_attach
+cuda_attach.device_with = lambda uuid, what: cuda.visible_devices()[0]
+"""
 
 
 def test_four_processes_map_the_same_states_without_a_copy(gpu_pool: GpuPool) -> None:
@@ -85,14 +99,9 @@ with connect(directory, device="cuda") as worker:
     assert second.run(script, CUDA_VISIBLE_DEVICES="1") == ["0 {0} True 0"]
     assert second.run(script, CUDA_VISIBLE_DEVICES="0,1") == ["1 {0} True 0"]
     assert second.run(script, CUDA_VISIBLE_DEVICES="1,0") == ["0 {0} True 0"]
-
-
-REFUSED = """
-try:
-    connect(directory, device=sys.argv[2], timeout=3.0)
-except errors.MambaPoolError as error:
-    say(type(error).__name__, error)
-"""
+    # The mutation: the driver refuses it, as it does where devices have no peer access.
+    (said,) = second.run(BY_ORDINAL + REFUSED, "cpu", CUDA_VISIBLE_DEVICES="0,1")
+    assert "cannot be mapped" in said
 
 
 @pytest.mark.parametrize(
@@ -156,8 +165,8 @@ except errors.CudaError as error:
     assert "--pid=host --ipc=host" in ended.stdout
 
 
-@pytest.mark.parametrize("gone", ["pin", "unmap"])
-def test_a_keepers_death_is_pool_lost_and_never_old_memory(gpu_pools: GpuPools, gone: str) -> None:
+def test_a_keepers_death_is_pool_lost_and_never_old_memory(gpu_pools: GpuPools) -> None:
+    """What is mapped stays, or is gone: the driver may do either."""
     pool = gpu_pools.start(name="run", SIM_CUDA_HANDLES="repeat")
     script = """
 worker = connect(directory, device="cuda")
@@ -185,67 +194,69 @@ with connect(directory, device="cuda") as again:
     hear()
     say(float(again.states["temporal"][0, 1].flatten()[0]))
 """
-    settings = {"SIM_CUDA_EXPORTER_GONE": gone, "SIM_CUDA_HANDLES": "repeat"}
-    worker = pool.start(script, **settings)
-    assert worker.hear() == "holds"
+    repeat = {"SIM_CUDA_HANDLES": "repeat"}
+    workers = [pool.start(script, SIM_CUDA_EXPORTER_GONE=gone, **repeat) for gone in ("pin", "unmap")]
+    assert [worker.hear() for worker in workers] == ["holds"] * 2
     keeper = pool.daemon.directory.keeper_lock("default", 0).read_text().strip()
     os.kill(int(keeper), 9)
-    worker.say("go on")
-    assert [worker.hear() for _ in range(4)] == ["lost", "lost", "lost", "ready"]
+    for worker in workers:
+        worker.say("go on")
+        assert [worker.hear() for _ in range(4)] == ["lost", "lost", "lost", "ready"]
     pool.daemon.process.wait(10)
-    anew = gpu_pools.start(name="run", SIM_CUDA_HANDLES="repeat")
-    worker.say("again")
-    assert worker.hear() == "{0} 2"
-    other = anew.start('with connect(directory) as w: w.states["temporal"][:, 1] = 5.0', **settings)
-    assert other.wait() == 0
-    worker.say("read")
-    assert worker.hear() == "5.0"
+    anew = gpu_pools.start(name="run", **repeat)
+    for worker in workers:
+        worker.say("again")
+        assert worker.hear() == "{0} 2"
+    anew.run('with connect(directory) as w: w.states["temporal"][:, 1] = 5.0', **repeat)
+    for worker in workers:
+        worker.say("read")
+        assert worker.hear() == "5.0"
 
 
-def test_a_mapping_that_is_found_by_its_handle_shows_old_memory(gpu_pools: GpuPools) -> None:
+def test_a_mapping_that_is_found_by_its_handle_shows_old_memory(
+    machine: SimulatedMachine, runtime_dir: Path
+) -> None:
     """The mutation: what the test above would see if mappings were told apart by handle bytes."""
     script = """
-import functools
-from mambapool.pool import cuda_attach
+from pathlib import Path
+from mambapool.pool import cuda_states
+from mambapool.pool.handover import receive_shard
+from mambapool.pool.runtime_dir import RuntimeDir
 if sys.argv[2] == "by handle":
-    of_uuid, memories = cuda_attach.open_shard, {}
+    of_uuid, memories = cuda_states.open_shard, {}
     def open_shard(descriptor):
-        return memories.setdefault(descriptor.cuda.handle, None) or memories.__setitem__(
-            descriptor.cuda.handle, of_uuid(descriptor)) or memories[descriptor.cuda.handle]
-    from mambapool.pool import cuda_states
+        handle = descriptor.cuda.handle
+        if handle not in memories:
+            memories[handle] = of_uuid(descriptor)
+        return memories[handle]
     cuda_states.open_shard = open_shard
-worker = connect(directory)
-worker.states["temporal"][:] = 7.0
-kept = worker.states["temporal"]
+def attach():
+    descriptor, _ = receive_shard(RuntimeDir(Path(directory)).keeper_socket("default", 0), 5.0)
+    return cuda_states.CudaStatePool.open(descriptor).states["temporal"]
+kept = attach()
+kept[:] = 7.0
 say("mapped")
 hear()
-with connect(directory) as again:
-    say(float(again.states["temporal"].max()))
+say(float(attach().max()))
 """
-    for how, seen in (("by uuid", "0.0"), ("by handle", "7.0")):
-        name = how.replace(" ", "-")
-        pool = gpu_pools.start(name=name, SIM_CUDA_HANDLES="repeat")
-        worker = pool.start(script, how, SIM_CUDA_HANDLES="repeat")
-        worker.hear()
-        os.kill(int(pool.daemon.directory.keeper_lock("default", 0).read_text()), 9)
-        pool.daemon.process.wait(10)
-        gpu_pools.start(name=name, SIM_CUDA_HANDLES="repeat")
+    settings = {"SIM_CUDA_HANDLES": "repeat"}
+
+    def start_keeper() -> Child:
+        options = ("--slots", "8", "--device", "cuda", *(f"--state={state}" for state in SMALL_STATE))
+        keeper = machine.command("keeper", "--dir", runtime_dir, *options, **settings)
+        assert keeper.hear().startswith("mambapool ready")
+        return keeper
+
+    keeper = start_keeper()
+    workers = {
+        how: machine.start(PRELUDE + script, runtime_dir, how, **settings) for how in ("by uuid", "by handle")
+    }
+    assert [worker.hear() for worker in workers.values()] == ["mapped", "mapped"]
+    keeper.close()
+    start_keeper()
+    for worker in workers.values():
         worker.say("again")
-        assert worker.hear() == seen
-
-
-def test_a_device_that_is_found_by_its_ordinal_is_another_one(gpu_pools: GpuPools) -> None:
-    """The mutation: the driver refuses it, as it does where devices have no peer access."""
-    pool = gpu_pools.start(CUDA_VISIBLE_DEVICES="1")
-    script = (
-        """
-from mambapool.pool import cuda_attach
-cuda_attach.device_with = lambda uuid, what: cuda.visible_devices()[0]
-"""
-        + REFUSED
-    )
-    (said,) = pool.run(script, "cpu", CUDA_VISIBLE_DEVICES="0,1")
-    assert "cannot be mapped" in said
+    assert {how: worker.hear() for how, worker in workers.items()} == {"by uuid": "0.0", "by handle": "7.0"}
 
 
 def test_importers_that_come_go_and_die_cost_the_device_nothing(

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 
+import pytest
 from daemons import wait_until
-from gpu_pools import GpuPools
+from gpu_pools import GpuPool, GpuPools, for_a_test, lasting_pools
+from zygote import Zygote
 
 #: Its lease's lock goes before the process does, as in the middle of a process's end; it writes on.
 DYING = """
 import threading
 worker = connect(directory, device="cuda")
-rows = worker.states["temporal"][:, int(worker.allocator.alloc(1))]
+slots = worker.allocator.alloc(8)
+rows = worker.states["temporal"][:, int(slots[0])]
 def write():
     while True:
         rows.view(torch.uint8)[:] = 7
@@ -23,28 +27,62 @@ say("released")
 hear()
 """
 
+KILLED = """
+gpu = Gpu()
+worker = connect(directory, device="cuda")
+slots = worker.allocator.alloc(4)
+stream = gpu.stream()
+gpu.delay(stream, 0.2)
+gpu.fill(stream, worker.states["conv"][:, int(slots[0])], 3)
+say(lib.simAllocated(0))
+os.kill(os.getpid(), 9)
+"""
+
 TAKER = """
 with connect(directory, device="cuda") as worker:
-    slot = worker.allocator.alloc(1, timeout=20.0)
-    worker.states["temporal"][:, slot] = torch.full((4,), 9, dtype=torch.uint8).view(torch.float32)
-    say("has it")
-    time.sleep(0.3)
-    say(bytes_of(worker.states["temporal"][:, slot]))
+    slots = worker.allocator.alloc(8, timeout=20.0)
+    worker.states["temporal"][:, slots] = torch.full((4,), 9, dtype=torch.uint8).view(torch.float32)
+    say("has them")
+    time.sleep(0.1)
+    say(bytes_of(worker.states["temporal"][:, slots]))
 """
 
 
-def test_slots_stay_back_until_the_process_has_ended_and_a_second_has_passed(gpu_pools: GpuPools) -> None:
-    pool = gpu_pools.start(slots=1, options=("--quarantine", "500ms"))
+@pytest.fixture(scope="module")
+def _daemon(gpu_zygote: Zygote) -> Iterator[GpuPool]:
+    with lasting_pools(gpu_zygote) as pools:
+        yield pools.start(options=("--quarantine", "300ms"))
+
+
+@pytest.fixture
+def pool(_daemon: GpuPool) -> Iterator[GpuPool]:
+    """Of 8 slots, which the dead hold for 300 ms."""
+    with for_a_test(_daemon) as pool:
+        yield pool
+
+
+def test_slots_stay_back_until_the_process_has_ended_and_a_while_has_passed(pool: GpuPool) -> None:
     dying = pool.start(DYING)
     assert dying.hear() == "released"
-    wait_until(lambda: pool.daemon.pool()["quarantined"] == 1, "its slot is quarantined")
+    wait_until(lambda: pool.daemon.pool()["quarantined"] == 8, "its slots are quarantined")
     assert pool.daemon.pool()["holders"][0]["state"] == "gone"
     taker = pool.start(TAKER)
-    time.sleep(1.0)  # longer than the quarantine: the process lives
+    time.sleep(0.6)  # longer than the quarantine: the process lives
     assert not taker.has_said_something()
     os.kill(dying.pid, 9)
-    assert [taker.hear(), taker.hear()] == ["has it", "{9}"]
+    assert [taker.hear(), taker.hear()] == ["has them", "{9}"]
+    assert taker.wait() == 0
     assert "quarantined" in pool.daemon.log
+
+
+def test_killed_clients_cost_the_device_nothing_and_all_comes_back(pool: GpuPool) -> None:
+    allocated = set()
+    for _ in range(5):
+        child = pool.start(KILLED)
+        allocated.add(child.hear())
+        assert child.wait() == -9
+        wait_until(lambda: pool.daemon.pool()["free"] == 8, "its slots are free", 5.0)
+    assert len(allocated) == 1
 
 
 def test_a_restarted_allocator_keeps_the_quarantine_of_the_dead(gpu_pools: GpuPools) -> None:
@@ -59,24 +97,3 @@ def test_a_restarted_allocator_keeps_the_quarantine_of_the_dead(gpu_pools: GpuPo
         lambda: pool.daemon.directory.read_ready() and pool.daemon.allocator_pid != before, "it is back", 20.0
     )
     assert [pool.daemon.pool()[key] for key in ("free", "held", "quarantined")] == [1, 0, 3]
-
-
-def test_killed_clients_cost_nothing_and_all_comes_back(gpu_pools: GpuPools) -> None:
-    pool = gpu_pools.start(slots=8, options=("--quarantine", "100ms"))
-    script = """
-gpu = Gpu()
-worker = connect(directory, device="cuda")
-slots = worker.allocator.alloc(4)
-stream = gpu.stream()
-gpu.delay(stream, 0.2)
-gpu.fill(stream, worker.states["conv"][:, int(slots[0])], 3)
-say(lib.simAllocated(0))
-os.kill(os.getpid(), 9)
-"""
-    allocated = set()
-    for _ in range(5):
-        child = pool.start(script)
-        allocated.add(child.hear())
-        assert child.wait() == -9
-        wait_until(lambda: pool.daemon.pool()["free"] == 8, "its slots are free", 5.0)
-    assert len(allocated) == 1

@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from daemons import mambapool
 from simulated_gpu import SimulatedMachine
 
+Findings = dict[str, dict[str, str]]
 
-def _doctor(directory: Path, *arguments: str, **environment: str) -> tuple[int, dict[str, dict[str, str]]]:
-    ended = subprocess.run(
-        [sys.executable, "-m", "mambapool.service", "doctor", "--dir", str(directory), "--json", *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-        check=False,
-        timeout=100,
-    )
+
+def _doctor(directory: Path, *arguments: str, **environment: str) -> tuple[int, Findings]:
+    """On this machine."""
+    ended = mambapool("doctor", "--dir", str(directory), "--json", *arguments, **environment)
     assert not ended.stderr, ended.stderr
-    found = json.loads(ended.stdout)
+    return ended.returncode, _findings(ended.stdout)
+
+
+def _doctor_on(machine: SimulatedMachine, directory: Path, **settings: str) -> tuple[int, Findings]:
+    doctor = machine.command("doctor", "--dir", directory, "--json", "--device", "cuda", **settings)
+    found = _findings(doctor.hear())
+    status = doctor.wait()
+    assert not doctor.stderr, doctor.stderr
+    return status, found
+
+
+def _findings(text: str) -> Findings:
+    found = json.loads(text)
     assert all(finding["means"] and (finding["todo"] or finding["state"] == "good") for finding in found)
-    return ended.returncode, {finding["what"]: finding for finding in found}
+    return {finding["what"]: finding for finding in found}
 
 
 def test_a_machine_with_gpus_shares_their_memory(machine: SimulatedMachine, runtime_dir: Path) -> None:
-    status, found = _doctor(runtime_dir, "--device", "cuda", **machine.environment(SIM_CUDA_VERSION="13010"))
+    status, found = _doctor_on(machine, runtime_dir, SIM_CUDA_VERSION="13010")
     assert status == 0
     assert {what: finding["state"] for what, finding in found.items() if finding["state"] == "bad"} == {}
     assert found["driver"]["found"] == "CUDA 13.1"
@@ -49,9 +55,7 @@ def test_a_machine_with_gpus_shares_their_memory(machine: SimulatedMachine, runt
 def test_what_will_not_work_is_status_1(
     machine: SimulatedMachine, runtime_dir: Path, settings: dict[str, str], what: str, words: str
 ) -> None:
-    status, found = _doctor(
-        runtime_dir, "--device", "cuda", **machine.environment(SIM_CUDA_DEVICES="1", **settings)
-    )
+    status, found = _doctor_on(machine, runtime_dir, SIM_CUDA_DEVICES="1", **settings)
     assert (status, found[what]["state"]) == (1, "bad")
     assert words in found[what]["found"]
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import pytest
 from daemons import wait_until
-from gpu_pools import GpuPool, GpuPools
+from gpu_pools import GpuPool
 
-#: Frees its only slot while a stream still has a late write to it: argv[2] is a mutation, argv[3] how it is fenced.
+#: Holds the pool and frees one slot while a stream still has a late write to it: argv[2] is a mutation, argv[3] how it
+#: is fenced.
 GIVER = """
 from mambapool.client.fences import Fences
 from mambapool.client.fenced_limbo import FencedLimbo as Limbo
@@ -29,7 +30,7 @@ schedule, forward, stray = gpu.stream(), gpu.stream(), gpu.stream()
 worker = connect(directory, device="cuda")
 if how != "whole context":
     worker.fence_streams([schedule, forward])
-slot = worker.allocator.alloc(1)
+slot, *_ = worker.allocator.alloc(8).split(1)
 rows = worker.states["temporal"][:, int(slot)]
 writes = stray if how == "event" else forward
 gpu.delay(writes, 0.6)
@@ -70,14 +71,13 @@ def _late_write(pool: GpuPool, mutation: str, how: str) -> tuple[float, str]:
     for child in (giver, taker):
         child.say("end")
         assert child.wait() == 0
-    wait_until(lambda: pool.daemon.pool()["free"] == 1, "all is free again")
+    wait_until(lambda: pool.daemon.pool()["free"] == 8, "all is free again")
     return after_s, found
 
 
 @pytest.mark.parametrize("how", ["registered streams", "whole context", "event"])
-def test_the_next_owners_bytes_survive_a_write_that_was_queued_before(gpu_pools: GpuPools, how: str) -> None:
-    pool = gpu_pools.start(slots=1)
-    after_s, found = _late_write(pool, "none", how)
+def test_the_next_owners_bytes_survive_a_write_that_was_queued_before(gpu_pool: GpuPool, how: str) -> None:
+    after_s, found = _late_write(gpu_pool, "none", how)
     assert found == "{9}"
     assert 0.1 < after_s < 1.1
     mutations = {
@@ -86,7 +86,7 @@ def test_the_next_owners_bytes_survive_a_write_that_was_queued_before(gpu_pools:
         "event": ["event ignored"],
     }
     for mutation in mutations[how]:
-        _, found = _late_write(pool, mutation, how)
+        _, found = _late_write(gpu_pool, mutation, how)
         assert found == "{7}", mutation
 
 

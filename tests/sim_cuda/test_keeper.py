@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from commands import Command, running
 from daemons import SMALL_STATE
+from processes import Child
 from simulated_gpu import SimulatedMachine
 
+from mambapool.client.operators import ask_status
 from mambapool.pool.descriptor import CUDA_IPC, ShardDescriptor
 from mambapool.pool.handover import receive_shard
 from mambapool.pool.runtime_dir import RuntimeDir
@@ -30,15 +32,36 @@ def _kept(directory: Path, rank: int = 0) -> ShardDescriptor:
     return descriptor
 
 
-def _refused(*arguments: str, **environment: str) -> str:
+def _ready(command: Child) -> Child:
+    line = command.hear()
+    assert line.startswith("mambapool ready"), line
+    return command
+
+
+def _end(command: Child) -> int:
+    os.kill(command.pid, signal.SIGTERM)
+    return command.wait()
+
+
+def _refused(command: Child) -> str:
     """The one line with which a command ends at once, with status 1."""
+    assert command.wait() == 1, command.stderr
+    return _last_line(command.stderr)
+
+
+def _refused_from_nothing(*arguments: str, **environment: str) -> str:
+    """The same of a process that is started as a shell starts it, and finds nothing loaded."""
     command = [sys.executable, "-m", "mambapool.service", *arguments]
     ended = subprocess.run(
         command, capture_output=True, text=True, timeout=60, env={**os.environ, **environment}, check=False
     )
     assert ended.returncode == 1, ended
-    line = ended.stderr.strip().splitlines()[-1]
-    assert line.startswith("mambapool: "), ended.stderr
+    return _last_line(ended.stderr)
+
+
+def _last_line(stderr: str) -> str:
+    line = stderr.strip().splitlines()[-1]
+    assert line.startswith("mambapool: "), stderr
     return line
 
 
@@ -61,37 +84,27 @@ with context.current():
 """
     allocated = "import ctypes; from mambapool.pool import cuda; cuda.initialize(); "
     allocated += "print(ctypes.CDLL('libcuda.so.1').simAllocated(0))"
-    with running(*_keeper(runtime_dir), **machine.environment(SIM_CUDA_LATENCY_US="200000")) as keeper:
-        shard = _kept(runtime_dir)
-        assert shard.cuda is not None
-        assert (shard.backend, shard.pid) == (CUDA_IPC, keeper.pid)
-        assert shard.cuda.device.hex() == FIRST.removeprefix("GPU-").replace("-", "")
-        assert shard.cuda.pid_namespace == os.stat("/proc/self/ns/pid").st_ino
-        assert machine.run(script, shard.cuda.handle.hex(), shard.size_bytes) == [f"True {shard.size_bytes}"]
-        assert keeper.end() == 0
+    keeper = _ready(machine.command(*_keeper(runtime_dir), SIM_CUDA_LATENCY_US="200000"))
+    shard = _kept(runtime_dir)
+    assert shard.cuda is not None
+    assert (shard.backend, shard.pid) == (CUDA_IPC, keeper.pid)
+    assert shard.cuda.device.hex() == FIRST.removeprefix("GPU-").replace("-", "")
+    assert shard.cuda.pid_namespace == os.stat("/proc/self/ns/pid").st_ino
+    assert machine.run(script, shard.cuda.handle.hex(), shard.size_bytes) == [f"True {shard.size_bytes}"]
+    assert _end(keeper) == 0
     assert machine.run(allocated) == ["0"]
 
 
 def test_each_rank_has_the_device_that_it_sees_at_its_place(machine: SimulatedMachine, runtime_dir: Path) -> None:
-    environment = machine.environment(CUDA_VISIBLE_DEVICES="1,0")
-    serve = ("serve", "--dir", str(runtime_dir), "--slots", "4", "--device", "cuda", "--tp-size", "2", *STATE)
-    with running(*serve, **environment):
-        first, second = (_kept(runtime_dir, rank).cuda for rank in (0, 1))
+    options = ("--slots", "4", "--device", "cuda", "--tp-size", "2", *STATE)
+    serve = _ready(machine.command("serve", "--dir", runtime_dir, *options, CUDA_VISIBLE_DEVICES="1,0"))
+    first, second = (_kept(runtime_dir, rank).cuda for rank in (0, 1))
+    (pool,) = ask_status(RuntimeDir(runtime_dir), 5.0)["pools"]
+    assert (pool["backend"], pool["shards"]) == ("cuda-ipc", 2)
     assert first is not None
     assert second is not None
     assert (first.device[0], second.device[0]) == (0x22, 0x11)
-
-
-def test_serve_says_cuda_ipc_and_brings_back_an_allocator(machine: SimulatedMachine, runtime_dir: Path) -> None:
-    serve = ("serve", "--dir", str(runtime_dir), "--slots", "4", "--device", "cuda", *STATE)
-    with running(*serve, **machine.environment()):
-        status = subprocess.run(
-            [sys.executable, "-m", "mambapool.service", "status", "--dir", str(runtime_dir), "--json"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    assert '"backend": "cuda-ipc"' in status.stdout
+    assert _end(serve) == 0
 
 
 @pytest.mark.parametrize(
@@ -105,19 +118,25 @@ def test_serve_says_cuda_ipc_and_brings_back_an_allocator(machine: SimulatedMach
             {"CUDA_VISIBLE_DEVICES": "7"},
             ["no GPU can be used", "no CUDA-capable device", "CUDA_VISIBLE_DEVICES=7"],
         ),
-        ({"LD_LIBRARY_PATH": "/nowhere"}, ["no GPU can be used", "CUDA_VISIBLE_DEVICES is not set"]),
         ({"SIM_CUDA_IPC": "0"}, [FIRST, "cannot export", "801", "Tegra"]),
         ({"SIM_CUDA_IPC": "0", "SIM_CUDA_MIG": "1"}, ["MIG-ee121314", "is a MIG instance"]),
         ({"SIM_CUDA_FAULTS": "cuMemsetD8:700"}, ["cuMemsetD8 failed", "illegal memory access", "700"]),
     ],
-    ids=["memory", "device", "driver", "export", "mig", "call"],
+    ids=["memory", "device", "export", "mig", "call"],
 )
 def test_what_is_in_a_keepers_way_is_said_with_what_is_visible(
     machine: SimulatedMachine, runtime_dir: Path, settings: dict[str, str], said: list[str]
 ) -> None:
-    line = _refused(*_keeper(runtime_dir), **{**machine.environment(), **settings})
+    line = _refused(machine.command(*_keeper(runtime_dir), **settings))
     assert [words for words in said if words not in line] == [], line
     assert not RuntimeDir(runtime_dir).keeper_socket("default", 0).exists()
+
+
+def test_a_keeper_without_a_driver_says_so(machine: SimulatedMachine, runtime_dir: Path) -> None:
+    environment = {**machine.environment(), "LD_LIBRARY_PATH": "/nowhere"}
+    line = _refused_from_nothing(*_keeper(runtime_dir), **environment)
+    assert "no GPU can be used" in line
+    assert "CUDA_VISIBLE_DEVICES is not set" in line
 
 
 def test_a_keeper_without_cuda_bindings_says_what_to_install(machine: SimulatedMachine, runtime_dir: Path) -> None:
@@ -126,14 +145,13 @@ def test_a_keeper_without_cuda_bindings_says_what_to_install(machine: SimulatedM
     (hidden / "__init__.py").touch()
     environment = machine.environment()
     environment["PYTHONPATH"] = f"{hidden.parent}{os.pathsep}{environment['PYTHONPATH']}"
-    assert "pip install 'mambapool[cuda]'" in _refused(*_keeper(runtime_dir), **environment)
+    assert "pip install 'mambapool[cuda]'" in _refused_from_nothing(*_keeper(runtime_dir), **environment)
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 def test_a_setting_of_torchs_allocator_changes_nothing(
     machine: SimulatedMachine, runtime_dir: Path, variable: str
 ) -> None:
-    environment = machine.environment(**{variable: "expandable_segments:True"})
-    with Command(*_keeper(runtime_dir), **environment) as keeper:
-        keeper.ready_line()
-        assert _kept(runtime_dir).backend == CUDA_IPC
+    keeper = _ready(machine.command(*_keeper(runtime_dir), **{variable: "expandable_segments:True"}))
+    assert _kept(runtime_dir).backend == CUDA_IPC
+    assert _end(keeper) == 0

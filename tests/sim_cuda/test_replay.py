@@ -9,30 +9,46 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from gpu_pools import GpuPool, GpuPools
 
 TRACE = Path(__file__).parents[2] / "bench/traces/mooncake_conversation_trace.jsonl.gz"
 
 SLOTS = int(os.environ.get("GPU_REPLAY_SLOTS", "18"))
-REQUESTS = int(os.environ.get("GPU_REPLAY_REQUESTS", "60"))
+REQUESTS = int(os.environ.get("GPU_REPLAY_REQUESTS", "400"))
+
+SCHEDULERS = 4
 
 
-def _replay(pool: GpuPool, device: str, schedulers: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "mambapool.service", "replay", str(TRACE), "--dir", str(pool.daemon.dir)]
-    options = ["--device", device, "--schedulers", str(schedulers), "--limit", str(REQUESTS), "--json"]
+def _command(pool: GpuPool, requests: int) -> list[str]:
+    options = ["--device", "cuda", "--schedulers", str(SCHEDULERS), "--limit", str(requests), "--json"]
+    return ["replay", str(TRACE), "--dir", str(pool.daemon.dir), *options]
+
+
+def _check(summary: dict[str, Any], requests: int) -> None:
+    assert (summary["finished"], summary["mismatches"]) == (requests, 0)
+    assert summary["waits"] > 0  # what one has freed is another one's as soon as its fence has passed
+
+
+def test_every_state_is_its_requests_own_on_a_pool_that_is_always_full(gpu_pools: GpuPools) -> None:
+    """With schedulers that are forked: each would take seconds to import torch."""
+    pool = gpu_pools.start(slots=SLOTS)
+    replay = pool.machine.command(*_command(pool, 40), "--elsewhere")
+    schedulers = [pool.machine.command("scheduler", "--dir", pool.daemon.dir) for _ in range(SCHEDULERS)]
+    summary = json.loads(replay.hear())
+    assert [process.wait() for process in (replay, *schedulers)] == [0] * (SCHEDULERS + 1)
+    _check(summary, 40)
+
+
+@pytest.mark.heavy
+def test_a_replay_that_starts_its_schedulers_is_right_for_longer(gpu_pools: GpuPools) -> None:
+    pool = gpu_pools.start(slots=SLOTS)
     ended = subprocess.run(
-        [*command, *options],
+        [sys.executable, "-m", "mambapool.service", *_command(pool, REQUESTS)],
         capture_output=True,
         text=True,
         env={**os.environ, **pool.machine.environment()},
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    summary: dict[str, Any] = json.loads(ended.stdout)
-    return summary
-
-
-def test_every_state_is_its_requests_own_on_a_pool_that_is_always_full(gpu_pools: GpuPools) -> None:
-    """So that what one scheduler has freed is another one's as soon as its fence has passed."""
-    summary = _replay(gpu_pools.start(slots=SLOTS), "cuda", 4)
-    assert (summary["finished"], summary["mismatches"]) == (REQUESTS, 0)
+    _check(json.loads(ended.stdout), REQUESTS)

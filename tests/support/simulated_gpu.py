@@ -14,10 +14,29 @@ from pathlib import Path
 
 import pytest
 from processes import Child, Children
-from zygote import Zygote
+from zygote import NO_TEARDOWN, Zygote
 
 _SIM = Path(__file__).parent.parent / "sim_cuda"
 _BUILD = Path(__file__).parent.parent.parent / "build" / "sim_cuda"
+
+#: What the scripts would import one by one; nothing of it loads the driver before it is called.
+_PRELOADED = (
+    "cuda.bindings.driver",
+    "mambapool.client.fenced_allocator",
+    "mambapool.client.fenced_guaranteed",
+    "mambapool.client.gpu",
+    "mambapool.client.lingering",
+    "mambapool.client.replay.worker_process",
+    "mambapool.client.transfers",
+    "mambapool.pool.cuda_states",
+    "mambapool.pool.keeper",
+    "mambapool.service.cli",
+)
+
+_COMMAND = """
+from mambapool.service.cli import main
+main()
+"""
 
 _FLAGS = ["-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Wno-unused-result", "-fvisibility=hidden", "-fPIC"]
 
@@ -82,6 +101,10 @@ class SimulatedMachine:
         """A script, forked from a process that has imported torch already."""
         return self.children.start(source, *arguments, SIM_CUDA_DIR=str(self.dir), **settings)
 
+    def command(self, *arguments: object, **settings: str) -> Child:
+        """``mambapool …``, forked likewise."""
+        return self.start(_COMMAND, *arguments, **settings)
+
     def run(self, source: str, *arguments: object, **settings: str) -> list[str]:
         """A script, to its end, which has to be status 0; the lines of its stdout."""
         return self.start(source, *arguments, **settings).rest()
@@ -92,7 +115,7 @@ def gpu_zygote() -> Iterator[Zygote]:
     """As ``zygote``, with the simulated driver in place."""
     if reason := why_not():
         pytest.skip(reason)
-    zygote = Zygote(environment=library_environment())
+    zygote = Zygote(*_PRELOADED, environment={**library_environment(), NO_TEARDOWN: "1"})
     yield zygote
     zygote.close()
 

@@ -1,11 +1,14 @@
 """The process that has imported torch, which takes seconds, and that scripts are forked from.
 
 It has done nothing else: no thread, no zmq context, no session. A script runs in ``__main__`` and ends as every
-interpreter does: atexit, module teardown, exit status. :mod:`processes` is what tests use.
+interpreter does: atexit, module teardown, exit status. With :data:`NO_TEARDOWN` in its environment it ends after
+atexit: the teardown of torch's modules takes ten times as long as all else that a small script does.
+:mod:`processes` is what tests use.
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import json
@@ -16,10 +19,14 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 END_S = 30.0
+
+#: A variable: not empty, scripts are not torn down.
+NO_TEARDOWN = "ZYGOTE_NO_TEARDOWN"
 
 _MAX_REQUEST_BYTES = 128 * 1024
 
@@ -86,6 +93,15 @@ def _serve(control: socket.socket) -> str:
             os.close(fd)
 
 
+def _end(status: int) -> NoReturn:
+    """As an interpreter does, up to its atexit functions."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 def _become(request: dict[str, Any], fds: list[int]) -> str:
     """Fork once more: the parent tells the script's pid and status, the child takes the descriptors over."""
     *standard, told = fds
@@ -114,4 +130,11 @@ if __name__ == "__main__":
     # Keeps the collector of every script away from what is here already: it would copy all of it.
     gc.freeze()
     # As the main module's own code: what a script leaves in its globals is torn down as a script's is.
-    exec(compile(_serve(socket.socket(fileno=int(sys.argv[1]))), "script", "exec"))
+    try:
+        exec(compile(_serve(socket.socket(fileno=int(sys.argv[1]))), "script", "exec"))
+    except SystemExit as ended:
+        if not os.environ.get(NO_TEARDOWN) or isinstance(ended.code, str):
+            raise
+        _end(int(ended.code or 0))
+    if os.environ.get(NO_TEARDOWN):
+        _end(0)
