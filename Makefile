@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # One more than there are cores: tests wait for processes, sockets and clocks.
 JOBS ?= $(shell expr $$(nproc) + 1)
 
-.PHONY: demo test test-docker soak fuzz faults groups peers bench check format install clean force
+.PHONY: demo test test-heavy test-docker soak fuzz faults groups peers bench check format install clean force
 .DEFAULT_GOAL := install
 
 demo: install  ## Daemon, 4 schedulers and a real trace, in a temporary directory
@@ -21,6 +21,9 @@ demo: install  ## Daemon, 4 schedulers and a real trace, in a temporary director
 
 test: install  ## Every test that this machine can run
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+test-heavy: install  ## In full size what make test runs small
+	$(BIN)/python -m pytest -n $(JOBS) -m heavy
 
 test-docker: install  ## In containers: a Docker engine and images of its own, from nothing installed. As root
 	PYTHON=$(BIN)/python tests/docker/run
