@@ -35,10 +35,10 @@ fuzz: install  ## Everything but what a daemon expects, at least 100,000 message
 	$(BIN)/python tests/faults/fuzz.py --seconds $(FUZZ) --messages 100000
 
 faults: install  ## A crash before every store, each with a crash at every store of the recovery
-	MAMBAPOOL_ALL_CRASH_POINTS=1 ALL_GROUP_RUNS=1 $(BIN)/python -m pytest -n $(JOBS) tests/faults --timeout 3600
+	MAMBAPOOL_ALL_CRASH_POINTS=1 $(BIN)/python -m pytest -n $(JOBS) -m 'heavy or not heavy' tests/faults --timeout 3600
 
 groups: install  ## Ranks over dying allocators, and beside a rival, in full size
-	ALL_GROUP_RUNS=1 $(BIN)/python -m pytest -n $(JOBS) tests/faults/test_group_restarts.py tests/faults/test_group_limbo.py
+	$(BIN)/python -m pytest -n $(JOBS) -m 'heavy or not heavy' tests/faults/test_group_restarts.py tests/faults/test_group_limbo.py
 
 peers: $(VENV)/peers  ## SGLang's own callers over this allocator, and a real Mamba-2 model; MUTANTS=1: wrong ones, too
 	$(BIN)/python tests/peers/run_callers.py

@@ -15,9 +15,6 @@ from processes import Children
 
 DaemonFactory = Callable[..., Daemon]
 
-#: Each with a start of a daemon, which takes a second.
-ROUNDS = int(os.environ.get("LEFT_OVER_ROUNDS", "3"))
-
 READER = """
     import os, signal, sys, time
     from mambapool.client import connect
@@ -77,14 +74,15 @@ HOLDER = """
 """
 
 
+@pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=pytest.mark.heavy)])
 def test_daemons_and_clients_that_are_killed_over_and_over_leave_nothing_behind(
-    runtime_dir: Path, daemon_factory: DaemonFactory, children: Children, shared_memory: Path
+    rounds: int, runtime_dir: Path, daemon_factory: DaemonFactory, children: Children, shared_memory: Path
 ) -> None:
     neighbour = daemon_factory(runtime_dir.with_name("neighbour"), slots=8, states=SMALL_STATE)
     worker = neighbour.connect()
     worker.states["temporal"][:, 3] = 5
     seen = []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         daemon = start_daemon(runtime_dir, slots=8, states=SMALL_STATE)
         client = children.start(HOLDER, daemon.dir)
         assert client.hear() == "[1, 2, 3, 4, 5]", "what a dead daemon's clients held is nobody's"

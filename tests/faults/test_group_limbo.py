@@ -1,12 +1,11 @@
 """A slot that rank 0 has freed is nobody else's while another rank still writes to its shard of it.
 
-``make groups`` runs the full size; ``make test`` a sample.
+``make groups`` and ``make test-heavy`` run the full size; ``make test`` a sample.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +13,7 @@ from daemons import Daemon
 from groups import new_name
 from processes import Child, Children
 
-RUNS = 300 if os.environ.get("ALL_GROUP_RUNS") else 40
+MUTATION_RUNS = 300
 SLOTS = 10
 
 DaemonFactory = Callable[..., Daemon]
@@ -133,22 +132,23 @@ def pool_of_two_shards(daemon_factory: DaemonFactory) -> Daemon:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("runs", [40, pytest.param(300, marks=pytest.mark.heavy)])
 def test_nobody_gets_a_slot_while_a_slow_rank_still_writes_to_it(
-    children: Children, pool_of_two_shards: Daemon
+    children: Children, pool_of_two_shards: Daemon, runs: int
 ) -> None:
     scene = Scene(children, pool_of_two_shards, without_limbo=False)
-    early = [scene.run(seed) for seed in range(RUNS)]
+    early = [scene.run(seed) for seed in range(runs)]
     taken, overwritten = scene.end()
-    assert early == [0] * RUNS
+    assert early == [0] * runs
     assert overwritten == 0
-    assert taken > RUNS  # the rival did get what the ranks had freed
+    assert taken > runs  # the rival did get what the ranks had freed
 
 
 def test_without_the_rule_a_slow_rank_writes_to_a_slot_of_others(
     children: Children, pool_of_two_shards: Daemon
 ) -> None:
     scene = Scene(children, pool_of_two_shards, without_limbo=True)
-    for seed in range(RUNS):
+    for seed in range(MUTATION_RUNS):
         if scene.run(seed):
             return
     pytest.fail("the mutation was not found: this test cannot fail")

@@ -1,6 +1,6 @@
 """Four ranks that make thousands of equal calls while allocators die: four equal sequences of answers, or it is said.
 
-``make groups`` runs the full size; ``make test`` a sample.
+``make groups`` and ``make test-heavy`` run the full size; ``make test`` a sample.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ from groups import new_name
 from leased_clients import successor_of
 from processes import Child, Children
 
-FULL = bool(os.environ.get("ALL_GROUP_RUNS"))
-CALLS = 10_000 if FULL else 1_500
-KILLS = 5 if FULL else 2
 RANKS = 4
 SLOTS = 64
 
@@ -87,12 +84,13 @@ def ranks_of(children: Children, daemon_factory: DaemonFactory) -> tuple[Daemon,
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("guarantee", [0, 40])
+@pytest.mark.parametrize(("calls", "kills"), [(1_500, 2), pytest.param(10_000, 5, marks=pytest.mark.heavy)])
 def test_equal_calls_get_equal_answers_whatever_allocators_die(
-    ranks_of: tuple[Daemon, Children], guarantee: int
+    ranks_of: tuple[Daemon, Children], guarantee: int, calls: int, kills: int
 ) -> None:
     daemon, children = ranks_of
     group = new_name()
-    pieces = KILLS + 1
+    pieces = kills + 1
 
     def start(rank: int) -> Child:
         options = {
@@ -102,22 +100,22 @@ def test_equal_calls_get_equal_answers_whatever_allocators_die(
             "guarantee": guarantee,
             "name": f"rank-{rank}",
         }
-        return children.start(_RANK, json.dumps([str(daemon.dir), options, CALLS, pieces, 11]))
+        return children.start(_RANK, json.dumps([str(daemon.dir), options, calls, pieces, 11]))
 
     ranks = [start(rank) for rank in range(RANKS)]
     assert {rank.hear() for rank in ranks} == {"attached"}
     for piece in range(1, pieces + 1):
-        assert ranks[0].hear(120.0) == str(CALLS // pieces * piece)
-        if piece <= KILLS:
+        assert ranks[0].hear(120.0) == str(calls // pieces * piece)
+        if piece <= kills:
             pid = daemon.allocator_pid
             os.kill(pid, signal.SIGKILL)
             successor_of(daemon, pid)
     for rank in ranks[1:]:
         for piece in range(1, pieces + 1):
-            assert rank.hear(120.0) == str(CALLS // pieces * piece)
+            assert rank.hear(120.0) == str(calls // pieces * piece)
     sequences = [rank.hear(120.0) for rank in ranks]
     assert len(set(sequences)) == 1
-    assert int(sequences[0].split()[0]) > CALLS / 3
+    assert int(sequences[0].split()[0]) > calls / 3
     # One rank makes one different call.
     for number, rank in enumerate(ranks):
         rank.say("2" if number == 2 else "1")

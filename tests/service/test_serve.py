@@ -102,10 +102,13 @@ def test_a_signal_before_it_is_ready_ends_serve(runtime_dir: Path) -> None:
     assert names(runtime_dir) <= LOCKS
 
 
-def test_kill_9_of_serve_takes_its_children_along_and_a_new_one_starts_at_once(runtime_dir: Path) -> None:
+@pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=pytest.mark.heavy)])
+def test_kill_9_of_serve_takes_its_children_along_and_a_new_one_starts_at_once(
+    rounds: int, runtime_dir: Path
+) -> None:
     orphans: list[int] = []
     took_s = []
-    for _ in range(3):
+    for _ in range(rounds):
         began = time.monotonic()
         with Command("serve", "--dir", runtime_dir, *TWO_SHARDS) as command:
             command.ready_line()
