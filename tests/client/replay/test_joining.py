@@ -116,7 +116,7 @@ def test_a_place_that_is_taken_or_not_there_ends_the_replay_with_the_reason(
 
 def test_no_two_replays_have_groups_of_one_name() -> None:
     """Their pids may be equal: in containers of their own both are process 1."""
-    options = ReplayOptions(Path("trace.jsonl"), **GROUPS_OF_TWO)
+    options = ReplayOptions(Path("trace.jsonl"), schedulers=2, tp_size=2)
     names = {job.group for _ in range(2) for job in jobs_of(options)}
     assert len(names) == 4
     assert {job.group for job in jobs_of(ReplayOptions(Path("trace.jsonl")))} == {None}
