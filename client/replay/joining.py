@@ -1,8 +1,9 @@
 """Schedulers that somebody else starts, in other containers for example: they join a replay over a unix socket.
 
-The replay listens on ``DIR/replay.sock``. A scheduler connects and says one JSON line, ``{"name", "dir"}``; from
-then on the connection is what the pipes are to a process that the replay started itself
-(:mod:`~mambapool.client.replay.messages`). Both sides ask the kernel for the other's user.
+The replay listens on ``DIR/replay.sock``. A scheduler connects and says one JSON line,
+``{"name", "dir", "scheduler", "rank"}``, the last two null if any place will do; from then on the connection is what
+the pipes are to a process that the replay started itself (:mod:`~mambapool.client.replay.messages`). Both sides ask
+the kernel for the other's user.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from mambapool.client.replay.failure import ReplayFailed
 from mambapool.client.replay.messages import Go, Job, Report, Reports
@@ -38,6 +40,33 @@ _AGAIN_S = 0.05
 _NOT_YET = {errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN}
 
 
+@dataclass(frozen=True, slots=True)
+class _Hello:
+    """Who has connected, and which place it wants; its directory, which may have another path there."""
+
+    name: str
+    dir: str
+    scheduler: int | None
+    rank: int | None
+
+    @classmethod
+    def from_line(cls, line: bytes) -> _Hello:
+        told = json.loads(line)
+        scheduler, rank = (None if told[key] is None else int(told[key]) for key in ("scheduler", "rank"))
+        return cls(str(told["name"]), str(told["dir"]), scheduler, rank)
+
+    def would_be(self, job: Job) -> bool:
+        return self.scheduler in (None, job.scheduler) and self.rank in (None, job.rank)
+
+    @property
+    def wanted(self) -> str:
+        return " of ".join(
+            f"{what} {number}"
+            for what, number in (("rank", self.rank), ("scheduler", self.scheduler))
+            if number is not None
+        )
+
+
 class JoinedScheduler:
     """A scheduler that joined: to a replay what a
     :class:`~mambapool.client.replay.scheduler_process.SchedulerProcess` is.
@@ -48,6 +77,7 @@ class JoinedScheduler:
     def __init__(self, connection: socket.socket, name: str, job: Job) -> None:
         self.scheduler = job.scheduler
         self.rank = job.rank
+        self._place = job.place
         self._name = name
         self._connection = connection
         self._reports = Reports(connection.fileno())
@@ -55,7 +85,7 @@ class JoinedScheduler:
         self._send(job.to_line())
 
     def __str__(self) -> str:
-        return f"scheduler {self.scheduler} ({self._name})"
+        return f"{self._place} ({self._name})"
 
     def fileno(self) -> int:
         return self._connection.fileno()
@@ -101,24 +131,43 @@ class JoinedScheduler:
             self._connection.sendall(line)
 
 
-def joined_schedulers(options: ReplayOptions) -> Iterator[JoinedScheduler]:
-    """Each scheduler as it joins, numbered in that order, until all have.
+def joined_schedulers(options: ReplayOptions, jobs: Sequence[Job]) -> Iterator[JoinedScheduler]:
+    """Each rank of each scheduler as it joins, until all ``jobs`` are taken: the one that it asks for, or the next.
 
-    :class:`ReplayFailed` when they do not within :data:`JOINED_WITHIN_S`,
-    :class:`~mambapool.pool.errors.AllocatorAlreadyRunning` when another replay waits for some there.
+    :class:`ReplayFailed` when they do not within :data:`JOINED_WITHIN_S`, or when one asks for what is not there or
+    taken; :class:`~mambapool.pool.errors.AllocatorAlreadyRunning` when another replay waits for some there.
     """
     directory = RuntimeDir.for_client(options.dir)
     assert directory is not None, "a replay knows its daemon's directory"
     ProcessLock(directory.path / "replay.lock", "replay that waits for schedulers")
     deadline = time.monotonic() + JOINED_WITHIN_S
     with _listening(directory) as listener:
-        for number in range(options.schedulers):
-            connection, name, place = _next_hello(listener, deadline, f"{number} of {options.schedulers}")
-            yield JoinedScheduler(connection, name, Job(number, dataclasses.replace(options, dir=place)))
+        free = list(jobs)
+        while free:
+            connection, hello = _next_hello(listener, deadline, f"{len(jobs) - len(free)} of {len(jobs)}")
+            job = next((job for job in free if hello.would_be(job)), None)
+            if job is None:
+                connection.close()
+                raise ReplayFailed(_no_place(hello, options))
+            free.remove(job)
+            its_options = dataclasses.replace(options, dir=hello.dir)
+            yield JoinedScheduler(connection, hello.name, dataclasses.replace(job, options=its_options))
 
 
-def join(directory: RuntimeDir, name: str, timeout: float) -> None:
+def _no_place(hello: _Hello, options: ReplayOptions) -> str:
+    there = f"{options.schedulers} schedulers of {options.tp_size} ranks, counted from 0"
+    return (
+        f"{hello.name} cannot be {hello.wanted}: there are {there}, and none of that place is free. "
+        "Give each `mambapool scheduler` a --scheduler and --rank of its own, or none of them"
+    )
+
+
+def join(
+    directory: RuntimeDir, name: str, timeout: float, scheduler: int | None = None, rank: int | None = None
+) -> None:
     """Join the replay of ``directory``: from then on it is at the other end of standard input and output.
+
+    ``scheduler`` and ``rank``: which of them to be, counted from 0; None: any that is free.
 
     :class:`AllocatorUnavailable` when there is none within ``timeout`` seconds,
     :class:`RuntimeDirError` when it is another user's.
@@ -137,7 +186,8 @@ def join(directory: RuntimeDir, name: str, timeout: float) -> None:
         raise RuntimeDirError(f"cannot join a replay at {path}: {os.strerror(error)}")
     if peer_uid(connection) not in (os.geteuid(), 0):
         raise RuntimeDirError(f"the replay at {path} runs as uid {peer_uid(connection)}, this is {os.geteuid()}")
-    connection.sendall(json.dumps({"name": name, "dir": str(directory.path)}).encode() + b"\n")
+    hello = _Hello(name, str(directory.path), scheduler, rank)
+    connection.sendall(json.dumps(dataclasses.asdict(hello)).encode() + b"\n")
     sys.stdout.flush()
     os.dup2(connection.fileno(), sys.stdin.fileno())
     os.dup2(connection.fileno(), sys.stdout.fileno())
@@ -164,19 +214,19 @@ def _listening(directory: RuntimeDir) -> Iterator[socket.socket]:
             os.unlink(path)
 
 
-def _next_hello(listener: socket.socket, deadline: float, so_far: str) -> tuple[socket.socket, str, str]:
-    """The next scheduler's connection, name and directory; who says nothing of the kind is sent away."""
+def _next_hello(listener: socket.socket, deadline: float, so_far: str) -> tuple[socket.socket, _Hello]:
+    """The next scheduler's connection, and what it says; who says nothing of the kind is sent away."""
     while readable(listener.fileno(), timeout=deadline - time.monotonic()):
         connection, _ = listener.accept()
         if peer_uid(connection) in (os.geteuid(), 0) and readable(connection.fileno(), timeout=_HELLO_S):
             try:
-                hello = json.loads(connection.recv(_HELLO_BYTES))
-                return connection, str(hello["name"]), str(hello["dir"])
+                return connection, _Hello.from_line(connection.recv(_HELLO_BYTES))
             except (OSError, ValueError, KeyError, TypeError):
                 pass
         connection.close()
     raise ReplayFailed(
-        f"{so_far} schedulers joined within {JOINED_WITHIN_S:g} s: start `mambapool scheduler` as often as needed"
+        f"{so_far} processes joined within {JOINED_WITHIN_S:g} s: start `mambapool scheduler` for each rank of each "
+        "scheduler"
     )
 
 

@@ -29,6 +29,10 @@ class Job:
     rank: int = 0
     group: str | None = None
 
+    @property
+    def place(self) -> str:
+        return f"scheduler {self.scheduler}" + (f", rank {self.rank}" if self.options.tp_size > 1 else "")
+
     def to_line(self) -> bytes:
         options = dataclasses.asdict(self.options)
         paths: dict[str, Any] = {key: str(value) for key, value in options.items() if isinstance(value, Path)}

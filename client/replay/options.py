@@ -27,8 +27,8 @@ class ReplayOptions:
     None for as fast as the machine can. ``limit``: the first requests of the trace only. ``timeout``, in
     seconds, bounds every wait for an answer. ``tp_size``: each scheduler is a group of so many ranks, a process and
     a shard each. ``guarantee``: slots that are granted to each scheduler whole; 0: all share the pool.
-    ``more_traces``: with ``trace`` one for each scheduler, each up to its ``limit``. ``elsewhere``: the schedulers,
-    of one rank each, are started by somebody else, and join (:mod:`~mambapool.client.replay.joining`).
+    ``more_traces``: with ``trace`` one for each scheduler, each up to its ``limit``. ``elsewhere``: the schedulers
+    are started by somebody else, and join (:mod:`~mambapool.client.replay.joining`).
     """
 
     trace: Path
@@ -61,10 +61,6 @@ class ReplayOptions:
         if self.more_traces and self.schedulers != len(self.traces):
             raise ConfigError(
                 f"--schedulers {self.schedulers}: of {len(self.traces)} traces each has one scheduler; leave it out"
-            )
-        if self.elsewhere and self.tp_size > 1:
-            raise ConfigError(
-                f"--tp-size {self.tp_size}: only schedulers of one rank can join; leave out --elsewhere"
             )
         if self.route not in ROUTES:
             raise ConfigError(f"--route {self.route!r} is not one of {', '.join(ROUTES)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import selectors
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from typing import TypeVar
 
 from mambapool.client.replay.failure import ReplayFailed, raised_by
 from mambapool.client.replay.joining import JoinedScheduler, joined_schedulers
-from mambapool.client.replay.messages import Failed, Loaded, Progress, Ready, Report
+from mambapool.client.replay.messages import Failed, Job, Loaded, Progress, Ready, Report
 from mambapool.client.replay.options import ReplayOptions
 from mambapool.client.replay.result import SchedulerResult
 from mambapool.client.replay.scheduler_process import SchedulerProcess
@@ -56,6 +57,17 @@ def run_schedulers(options: ReplayOptions, progress: Callable[[int], None]) -> R
         return Run(results, slots, max(schedulers.result_times_s) - started_s)
 
 
+def jobs_of(options: ReplayOptions) -> list[Job]:
+    """One for each rank of each scheduler. Their groups' names are of this replay alone: others may run on the same
+    daemon, also from other containers, where they have the same pid."""
+    replay = secrets.token_hex(4)
+    return [
+        Job(scheduler, options, rank, f"replay-{replay}-{scheduler}" if options.tp_size > 1 else None)
+        for scheduler in range(options.schedulers)
+        for rank in range(options.tp_size)
+    ]
+
+
 class _Schedulers:
     """The processes of one replay; leaving the context ends those that still run."""
 
@@ -70,13 +82,11 @@ class _Schedulers:
         return self
 
     def start(self) -> None:
-        if self._options.elsewhere:
-            for joined in joined_schedulers(self._options):
-                self._add(joined)
-            return
-        for scheduler in range(self._options.schedulers):
-            for rank in range(self._options.tp_size):
-                self._add(SchedulerProcess(scheduler, self._options, rank))
+        jobs = jobs_of(self._options)
+        for process in (
+            joined_schedulers(self._options, jobs) if self._options.elsewhere else map(SchedulerProcess, jobs)
+        ):
+            self._add(process)
 
     def _add(self, process: _Process) -> None:
         self._processes.append(process)

@@ -10,7 +10,6 @@ import tempfile
 from typing import IO
 
 from mambapool.client.replay.messages import Go, Job, Report, Reports
-from mambapool.client.replay.options import ReplayOptions
 
 #: Bytes of a process's standard error that an error message quotes.
 _QUOTED_BYTES = 2000
@@ -19,10 +18,10 @@ _QUOTED_BYTES = 2000
 class SchedulerProcess:
     """One started process, its pipes, and what it wrote to standard error."""
 
-    def __init__(self, scheduler: int, options: ReplayOptions, rank: int = 0) -> None:
-        self.scheduler = scheduler
-        self.rank = rank
-        self._ranks = options.tp_size
+    def __init__(self, job: Job) -> None:
+        self.scheduler = job.scheduler
+        self.rank = job.rank
+        self._place = job.place
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115, open for as long as the process
         # -P: a folder of the directory that the user happens to be in must not stand in for a package.
         # One thread each: the schedulers share the processors, and would only take them from each other.
@@ -34,13 +33,10 @@ class SchedulerProcess:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         self._reports = Reports(self.fileno())
-        # Of this replay alone: others may run on the same daemon.
-        group = f"replay-{os.getpid()}-{scheduler}" if options.tp_size > 1 else None
-        self._send(Job(scheduler, options, rank, group).to_line())
+        self._send(job.to_line())
 
     def __str__(self) -> str:
-        rank = f", rank {self.rank}" if self._ranks > 1 else ""
-        return f"scheduler {self.scheduler}{rank} (pid {self._process.pid})"
+        return f"{self._place} (pid {self._process.pid})"
 
     def fileno(self) -> int:
         """What to wait on for :meth:`read`."""

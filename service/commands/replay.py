@@ -56,9 +56,7 @@ from mambapool.service.options import DURATION, dir_option, json_option, option
     help="Where slot tensors are; the states are where the pool has them.",
 )
 @option("--guarantee", type=int, default=0, show_default=True, metavar="G", help="Slots granted to each whole.")
-@option(
-    "--elsewhere", is_flag=True, help="Start no schedulers: wait until M times `mambapool scheduler` has joined."
-)
+@option("--elsewhere", is_flag=True, help="Start none: wait until M times T `mambapool scheduler` have joined.")
 @option(
     "--plot",
     type=click.Path(path_type=Path),

@@ -17,7 +17,8 @@ from mambapool.service.options import DURATION, dir_option, option
     cls=Command,
     short_help="Be one scheduler of a replay that runs elsewhere.",
     examples=[
-        ("mambapool scheduler --name worker-0 --wait 5m", "in a container with the replay's runtime directory")
+        ("mambapool scheduler --name worker-0 --wait 5m", "in a container with the replay's runtime directory"),
+        ("mambapool scheduler --scheduler 1 --rank 0", "where each rank has a container of its own"),
     ],
     exits={
         EXIT_DONE: "its share of the replay is done, and the replay knows what it found",
@@ -27,17 +28,20 @@ from mambapool.service.options import DURATION, dir_option, option
     },
 )
 @option("--name", metavar="NAME", help="What the replay calls it.  [default: the host's name]")
+@option("--scheduler", "number", type=click.IntRange(min=0), metavar="M", help="Which one to be.  [default: any]")
+@option("--rank", type=click.IntRange(min=0), metavar="R", help="Which of its ranks.  [default: any]")
 @option("--wait", type=DURATION, default="60s", show_default=True, metavar="T", help="Wait so long for a replay.")
 @dir_option
-def scheduler(name: str | None, wait: float, directory: str | None) -> None:
+def scheduler(name: str | None, number: int | None, rank: int | None, wait: float, directory: str | None) -> None:
     """Be one of the schedulers that `mambapool replay TRACE --elsewhere` waits for, in a container for example.
 
-    The replay says which requests to run; its TRACE must have the same path here. Needs torch.
+    The replay says which requests to run; its TRACE must have the same path here. With its --tp-size T one of the T
+    ranks of a scheduler. Needs torch.
     """
     from mambapool.client.replay.joining import join
 
     place = running_daemon(directory)
-    join(place, name or socket.gethostname(), wait)
+    join(place, name or socket.gethostname(), wait, number, rank)
     # Before torch is imported: the schedulers share the processors, and would only take them from each other.
     os.environ["OMP_NUM_THREADS"] = "1"
     try:

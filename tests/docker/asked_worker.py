@@ -42,10 +42,10 @@ class Asked:
         where = torch.tensor([int(slot) for slot in slots])
         return sorted({v for states in self._worker.states.values() for v in states[:, where].flatten().tolist()})
 
-    def work(self, seconds: str) -> dict[str, float]:
-        """Steps of an engine for so long: how many, and how long the slowest took."""
+    def work(self, seconds: str, most: str = "inf") -> dict[str, float]:
+        """Steps of an engine for so long, or until so many are done: how many, and how long the slowest took."""
         steps, slowest_s, until = 0, 0.0, time.monotonic() + float(seconds)
-        while (began := time.monotonic()) < until:
+        while (began := time.monotonic()) < until and steps < float(most):
             self._worker.allocator.alloc_group_begin(2)
             slot = self._worker.allocator.alloc(1)
             assert slot is not None, "there is room"
@@ -67,10 +67,15 @@ def say(answer: Any) -> None:
     sys.stdout.flush()
 
 
-def main(name: str, timeout: str) -> int:
+def main(name: str, timeout: str, rank: str = "0", world_size: str = "1") -> int:
+    """With a world size one rank of the group of that name."""
     torch.set_num_threads(1)
+    group = name if int(world_size) > 1 else None
+    label = f"{name}-{rank}" if group else name
     try:
-        worker = connect(name=name, timeout=float(timeout))
+        worker = connect(
+            name=label, timeout=float(timeout), group=group, rank=int(rank), world_size=int(world_size)
+        )
     except errors.MambaPoolError as error:
         say({type(error).__name__: str(error)})
         return 1

@@ -72,6 +72,11 @@ def test_two_projects_side_by_side_know_nothing_of_each_other(new_project: NewPr
     workers[0].ask("write 2")
     assert workers[1].ask("read 1 2 3 4") == "[1.0]"
     assert [project.pool()["slots"] for project in (one, two)] == [16, 32]
+    # Case 57 with two of them: what is killed and started again here is nobody else's there.
+    docker("kill", "-s", "KILL", workers[0].name, one.container("allocator"), one.container("keeper"))
+    one.start()
+    assert one.pool()["free"] == 16
+    assert workers[1].ask("read 1 2 3 4") == "[1.0]"
     one.down()
     assert one.left() == []
     assert json.loads(workers[1].ask("work 1"))["steps"] > 0

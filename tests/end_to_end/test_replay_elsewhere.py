@@ -49,6 +49,28 @@ def test_schedulers_that_join_do_what_started_ones_do(daemon_with_states: Daemon
     assert not (daemon_with_states.dir / "replay.sock").exists()
 
 
+def test_the_ranks_of_a_scheduler_join_from_processes_that_nobody_started_together(
+    daemon_factory: DaemonFactory,
+) -> None:
+    daemon = daemon_factory(slots=60, states=SMALL_STATE, options=("--tp-size", "2"))
+    place = ("--dir", str(daemon.dir))
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(Command("scheduler", *place, "--name", f"worker-{rank}", "--rank", str(rank)))
+            for rank in (1, 0)
+        ]
+        options = ("--elsewhere", "--schedulers", "1", "--tp-size", "2", "--limit", "30", "--json")
+        replay = stack.enter_context(Command("replay", TRACE, *place, *options))
+        assert replay.wait(60.0) == 0, replay.stderr
+        assert [rank.wait() for rank in ranks] == [0, 0]
+        assert replay.process.stdout is not None
+        found = json.loads(replay.process.stdout.read())
+    assert (found["finished"], found["mismatches"], found["tp_size"]) == (30, 0, 2)
+    leader, follower = found["rank_messages"]
+    assert leader > 0 == follower, "rank 0 asks, the other reads its answers"
+    assert daemon.pool()["free"] == 60
+
+
 def test_one_that_is_killed_is_named_and_the_others_end(daemon_with_states: Daemon) -> None:
     with replay_of_two(daemon_with_states, "--speed", "1") as (replay, schedulers):
         wait_until(lambda: len(daemon_with_states.pool()["holders"]) == 2, "both are attached", timeout=30.0)

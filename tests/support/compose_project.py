@@ -100,10 +100,22 @@ class Project:
         return run
 
     def ask(
-        self, *names: str, options: tuple[str, ...] = (), timeout: float = 20.0, tag: str = "latest"
+        self,
+        *names: str,
+        options: tuple[str, ...] = (),
+        timeout: float = 20.0,
+        tag: str = "latest",
+        world_size: int = 1,
     ) -> list[Run]:
-        """A worker of each name, which does what it is told, once all have said that they are there."""
-        runs = [self.run(ASKED_WORKER, *options, arguments=(name, str(timeout)), tag=tag) for name in names]
+        """A worker of each name, which does what it is told, once all have said that they are there.
+
+        With a ``world_size`` a name is a group's, and each rank of it a worker: its ranks one after the other.
+        """
+        runs = [
+            self.run(ASKED_WORKER, *options, arguments=(name, str(timeout), str(rank), str(world_size)), tag=tag)
+            for name in names
+            for rank in range(world_size)
+        ]
         for run in runs:
             run.attached = run.hear()
         return runs
@@ -150,10 +162,10 @@ class Project:
         return done.stdout + done.stderr
 
     def left(self) -> list[str]:
-        """What of the project the engine still has: containers and volumes."""
+        """What of the project the engine still has: containers, volumes, networks."""
         label = f"label=com.docker.compose.project={self.name}"
-        containers = docker("ps", "-aq", "--filter", label).stdout.split()
-        return containers + docker("volume", "ls", "-q", "--filter", label).stdout.split()
+        kinds = (("ps", "-aq"), ("volume", "ls", "-q"), ("network", "ls", "-q"))
+        return [left for kind in kinds for left in docker(*kind, "--filter", label).stdout.split()]
 
     def close_runs(self) -> None:
         if self._runs:

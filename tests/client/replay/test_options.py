@@ -21,7 +21,6 @@ from mambapool.pool.errors import ConfigError
         ({"limit": 0}, "--limit 0"),
         ({"tp_size": 0}, "--tp-size 0: expected a whole number from 1 to 256"),
         ({"guarantee": -1}, "--guarantee -1: expected a whole number from 0 to"),
-        ({"elsewhere": True, "tp_size": 2}, "--tp-size 2: only schedulers of one rank can join"),
         ({"step_ms": 0.0}, "--step-ms 0.0: expected a number above 0"),
         ({"step_ms": float("nan")}, "--step-ms nan"),
         ({"speed": -2.0}, "--speed -2.0"),
