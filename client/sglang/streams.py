@@ -33,7 +33,7 @@ def streams_of(scheduler: Any) -> list[Any]:
         engine = getattr(engine, name, None)
     found = [getattr(scheduler, name, None) for name in OF_SCHEDULER]
     found += [getattr(engine, name, None) for name in OF_HICACHE]
-    streams = [stream for stream in found if hasattr(stream, "cuda_stream")]
+    streams = [stream for stream in found if stream is not None and hasattr(stream, "cuda_stream")]
     return list({stream.cuda_stream: stream for stream in streams}.values())
 
 

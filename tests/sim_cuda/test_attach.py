@@ -339,20 +339,6 @@ worker.close()
     assert gpu_pool.run(script) == ["forked", "True", "{0}"]
 
 
-def test_asyncio_is_refused_on_a_gpu_and_leaves_nothing(gpu_pool: GpuPool) -> None:
-    script = """
-import asyncio
-from mambapool.client import connect_async
-for device in ("cpu", "cuda"):
-    try:
-        asyncio.run(connect_async(directory, device=device))
-    except errors.ConfigError as error:
-        say("connect_async is not for GPUs yet" in str(error))
-"""
-    assert gpu_pool.run(script) == ["True"] * 2
-    assert gpu_pool.daemon.pool()["holders"] == []
-
-
 def test_a_guaranteed_session_names_slots_where_clones_stand_for_them(gpu_pool: GpuPool) -> None:
     script = """
 worker = connect(directory, device="cuda", guarantee=2)
