@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, ParamSpec, Self
+from typing import TYPE_CHECKING, Any, ParamSpec, Self
 
 from mambapool.client.in_thread import in_thread
 from mambapool.client.worker import Worker, connect
-from mambapool.pool.errors import ClientClosed, ConfigError
+from mambapool.pool.errors import ClientClosed
 
 if TYPE_CHECKING:
     import torch
@@ -39,13 +39,10 @@ def _as_connect(
 
 @_as_connect(connect)
 async def connect_async(*arguments: object, **options: object) -> AsyncWorker:
-    """:func:`connect` without making the loop wait: the same parameters and errors, but for ``group`` and GPUs.
+    """:func:`connect` without making the loop wait: the same parameters and errors, but for ``group``.
 
     A group is refused (``ValueError``): its ranks make the same calls in the same order, and wait for each other
     in them; tasks of a loop take turns as they like.
-
-    A GPU is refused (:class:`~mambapool.pool.errors.ConfigError`), be it that of ``device`` or of the pool's states:
-    what a session has freed there is its own again while the GPU works, which only :func:`connect` knows yet.
 
     When it is cancelled the session, if there is one by then, is ended.
     """
@@ -55,14 +52,7 @@ async def connect_async(*arguments: object, **options: object) -> AsyncWorker:
             "thread, or connect_async without a group"
         )
     attach = functools.partial(connect, *arguments, **options)  # type: ignore[arg-type]
-    worker = await in_thread(attach, undo=Worker.close)
-    if worker.fences is not None:
-        await in_thread(worker.close)
-        raise ConfigError(
-            "connect_async is not for GPUs yet: use connect() in a thread, or device='cpu' and a pool in the host's "
-            "memory"
-        )
-    return AsyncWorker(worker)
+    return AsyncWorker(await in_thread(attach, undo=Worker.close))
 
 
 class AsyncWorker:
@@ -104,6 +94,10 @@ class AsyncWorker:
     def messages(self) -> int:
         """Messages that this session has sent so far, requests and unawaited ones."""
         return self._worker.messages
+
+    def fence_streams(self, streams: Iterable[Any]) -> None:
+        """As :meth:`Worker.fence_streams`; waits for nothing."""
+        self._worker.fence_streams(streams)
 
     async def transfer(self, slots: torch.Tensor, to: int) -> None:
         """As :meth:`Worker.transfer`. Cancelled, the offer may have been made or not: the slot table knows."""

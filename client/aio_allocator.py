@@ -68,7 +68,7 @@ class AsyncSlotAllocator:
         count = whole_number(need_size)
         steps._check_usable()
         if count == 0:
-            return torch.empty(0, dtype=torch.int64, device=self.device)
+            return steps._tensors.copy_of([])
         if count > self.size:
             return None
         deadline = time.monotonic() + (timeout or 0.0)
@@ -113,12 +113,9 @@ class AsyncSlotAllocator:
             self._steps.alloc_group_end()
 
     async def free(self, free_index: torch.Tensor, after: Any = None) -> None:
-        """Give slots back. Never waits: it cannot be cancelled half way.
-
-        ``after`` is for GPUs, which this client is not for.
-        """
+        """Give slots back. Never waits: it cannot be cancelled half way."""
         self._calls.check_loop()
-        self._steps.free(free_index)
+        self._steps.free(free_index, after)
 
     async def clear(self) -> None:
         """Free everything that this client holds, and nothing of anybody else; ends its window."""
@@ -194,5 +191,10 @@ class AsyncGuaranteedAllocator(AsyncSlotAllocator):
 
 def async_allocator(allocator: SlotAllocator, calls: LoopCalls) -> AsyncSlotAllocator:
     """The one that fits."""
-    kind = AsyncGuaranteedAllocator if isinstance(allocator, GuaranteedAllocator) else AsyncSlotAllocator
-    return kind(allocator, calls)
+    if isinstance(allocator, GuaranteedAllocator):
+        return AsyncGuaranteedAllocator(allocator, calls)
+    if allocator.offers_later:
+        from mambapool.client.aio_fenced import AsyncFencedAllocator
+
+        return AsyncFencedAllocator(allocator, calls)
+    return AsyncSlotAllocator(allocator, calls)

@@ -26,6 +26,8 @@ class AsyncTransfers:
 
     async def offer(self, slots: torch.Tensor, receiver: int) -> None:
         self._calls.check_loop()
+        if self._steps.offer_later(slots, receiver):
+            return
         ids = self._steps.begin_offer(slots)
         try:
             await self._calls.call(protocol.OFFER, packed_ids(ids), receiver)

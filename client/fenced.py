@@ -13,11 +13,10 @@ from mambapool.client.background import background
 from mambapool.client.device_ids import DeviceIds
 from mambapool.client.device_slots import DeviceSlotTensors
 from mambapool.client.fenced_limbo import Entry, FencedLimbo
-from mambapool.client.fences import Fences, handle_of
+from mambapool.client.fences import Event, Fences
 from mambapool.client.record import HELD, LEAVING, OFFERED
 from mambapool.client.transport import Transport
 from mambapool.pool import cuda_tensors, protocol
-from mambapool.pool.cuda import bindings
 from mambapool.pool.errors import AllocatorUnavailable, DoubleFree, InvalidSlots
 from mambapool.pool.index_tensors import check_form, check_ids, slot_ids
 
@@ -70,21 +69,19 @@ class Fenced(SlotAllocator):
         self._catch_up()
         place = self._slot_of(free_index)
         if place >= 0:
-            places = [place]
+            places = given = [place]
         elif self._ids is not None and isinstance(free_index, torch.Tensor) and _is_on_device(free_index):
             check_form(free_index, "free")
             self._free_unknown(free_index, events)
             return
         else:
-            slots = slot_ids(free_index, size=self._largest_id(), what="free")
-            places = slots if self._ids is None else [self._ids.place_of(slot) for slot in slots]
+            given = slot_ids(free_index, size=self._largest_id(), what="free")
+            places = self._places_of(given)
         if self._unusable is not None or self._refusals:
             self._check_usable()
         if not places:
             return
-        with self._lock:
-            places = self._given_back(places)
-            self._take_back_after(places, events)
+        self._free_places(places, given, events)
         self._look_after_posted()
 
     def tick(self) -> None:
@@ -118,19 +115,16 @@ class Fenced(SlotAllocator):
         """
         self._check_usable()
         self._fences.check()
-        place = self._slot_of(slots)
-        if place >= 0:
-            places = [place]
-        else:
-            listed = slot_ids(slots, size=self._pool_slots(), what="transfer")
-            places = listed if self._ids is None else [self._ids.place_of(slot) for slot in listed]
-        if not places:
+        listed = [self._slot_of(slots)]
+        if listed[0] < 0:
+            listed = self._places_of(slot_ids(slots, size=self._pool_slots(), what="transfer"))
+        if not listed:
             raise InvalidSlots("transfer: no slots were passed")
         with self._lock:
-            self._refuse_unless_held(places)
-            for place in places:
+            self._refuse_unless_held(listed)
+            for place in listed:
                 self._marks[place] = LEAVING
-            self._limbo.put(Entry(places, self._fences.issue(), receiver=receiver))
+            self._limbo.put(Entry(listed, self._fences.issue(), receiver=receiver))
         background().wake()
 
     def held(self) -> list[int]:
@@ -162,6 +156,21 @@ class Fenced(SlotAllocator):
     def _knows(self, _place: int) -> None:
         """Under the lock: it is known now which slot this place stands for."""
 
+    def _free_places(self, places: list[int], given: list[int], events: tuple[Event, ...]) -> None:
+        """``given``: what the caller said, slots, or a cell that stands for one."""
+        with self._lock:
+            places = self._given_back(places)
+            self._take_back_after(places, events)
+
+    def _free_copied(self, flat: torch.Tensor, events: tuple[Event, ...]) -> bool:
+        """Free ids that only the device knows; False: they have to be read."""
+        assert self._ids is not None
+        with self._lock:
+            places = self._ids.copy(flat)
+            if places is not None:
+                self._take_back_after(places, events)
+        return places is not None
+
     # Ids that are known late.
 
     def _free_unknown(self, index: torch.Tensor, events: tuple[Any, ...]) -> None:
@@ -169,21 +178,16 @@ class Fenced(SlotAllocator):
             return
         if self._unusable is not None or self._refusals:
             self._check_usable()
-        assert self._ids is not None
         if cuda_tensors.is_capturing():
             # A copy would become part of the graph: these are freed when the capture is over, as they are then.
             self._held_back.append((index, events))
             return
         flat = index.reshape(-1).to(torch.int64)
-        with self._lock:
-            places = self._ids.copy(flat)
-            if places is not None:
-                self._take_back_after(places, events)
-        if places is None:
+        if self._free_copied(flat, events):
+            self._look_after_posted()
+        else:
             # More ids under way than there are cells: only now somebody waits.
             self.free(torch.tensor(flat.tolist()), after=[event.value for event in events])
-        else:
-            self._look_after_posted()
 
     def _resolve(self) -> None:
         """Under the lock: check the ids that have come."""
@@ -205,7 +209,7 @@ class Fenced(SlotAllocator):
             self._knows(place)
 
     def _refuse_late(self, slot: int) -> None:
-        if self._table.holder_of(slot) in (0, self._transport.number):
+        if self._table.holder_of(slot) in (0, self._record.session):
             raise DoubleFree(f"slot {slot} was freed twice; its id was known only after the call", [slot])
         self._record.refuse([slot])
 
@@ -241,6 +245,13 @@ class Fenced(SlotAllocator):
             return
         known = [slot for place in faulty if (slot := self._ids.slot_of(place)) is not None]
         raise DoubleFree(f"slots {known or 'whose ids are not known yet'} are already free", known)
+
+    def _places_of(self, slots: list[int]) -> list[int]:
+        if self._ids is None:
+            return slots
+        with self._lock:
+            self._resolve()  # the caller may have waited for an id: then it is here, too
+            return [self._ids.place_of(slot) for slot in slots]
 
     def _is_known(self, place: int) -> bool:
         return self._slot_at(place) is not None
@@ -296,14 +307,6 @@ class Fenced(SlotAllocator):
                 # The same offer again changes nothing; one that was accepted is not ours to make.
                 if ours and not any(self._table.offered_to(slot) for slot in ours):
                     self._limbo.put_back(Entry(slots, 0, receiver=entry.receiver))
-
-
-class Event:
-    """A caller's event: it may record it again, which only makes the wait longer."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-        self.handle = bindings().CUevent(handle_of(value, "cuda_event"))
 
 
 def _is_on_device(value: torch.Tensor) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Generator
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -15,6 +17,9 @@ from mambapool.client.fenced_limbo import Entry
 from mambapool.client.posted import Posted
 from mambapool.pool import protocol
 from mambapool.pool.slot_table import H_WAITING
+
+#: Slots that the pool granted, and places of this client's own.
+Found = tuple[list[int], list[int]]
 
 
 class FencedAllocator(Fenced):
@@ -46,25 +51,12 @@ class FencedAllocator(Fenced):
         count = whole_number(num_reqs)
         before = self._posted.last
         super().alloc_group_begin(count, partial, tag)
-        missing = count - len(self._window)
-        if missing <= 0 or (self._window and not partial):
-            return
-        with self._calls:
-            if partial:
-                with self._lock:
-                    own, granted = self._take_own(missing).places, self._window[::-1]
-            else:
-                found = self._own_and_more(protocol.BEGIN, count, before, tag)
-                if found is None:
-                    return
-                granted, own = found
-            if not own and partial:
-                return  # the window is open as it is, if there is one
-            with self._lock:
-                self._tensors.make(own + granted)
-                self._reused = frozenset(own)
-                self._window = [*granted, *own][::-1]
-                self._window_open = True
+        if self._lacks(count, partial):
+            with self._calls:
+                if partial:
+                    self._fill_window(count)
+                else:
+                    self._open_with_own(self._own_and_more(protocol.BEGIN, count, before, tag))
 
     def clear(self) -> None:
         """Free everything that this client holds, but for what is on offer; ends its window."""
@@ -82,6 +74,31 @@ class FencedAllocator(Fenced):
                 self._clears += 1
             self._transport.flush()
         background().wake()
+
+    # The steps of opening a window, of which none waits.
+
+    def _lacks(self, count: int, partial: bool) -> bool:
+        """Whether a window of so many is to be had from this client's own, which the pool did not give."""
+        return len(self._window) < count and (partial or not self._window_open)
+
+    def _fill_window(self, count: int) -> None:
+        """Add this client's own to the window, as many as it lacks; without one, open it."""
+        with self._lock:
+            own = self._take_own(count - len(self._window)).places
+            granted = self._window[::-1]
+        if own:
+            self._open_with_own((granted, own))
+
+    def _open_with_own(self, found: Found | None) -> None:
+        """Open a window of what the pool granted and this client's own; None: of nothing."""
+        if found is None:
+            return
+        granted, own = found
+        with self._lock:
+            self._tensors.make(own + granted)
+            self._reused = frozenset(own)
+            self._window = [*granted, *own][::-1]
+            self._window_open = True
 
     def _list_of(self, free: npt.NDArray[np.int64]) -> torch.Tensor:
         """The pool's free list, then this client's own limbo."""
@@ -148,20 +165,33 @@ class FencedAllocator(Fenced):
     def _alloc_own(self, count: int, posted_before: int, tag: str | None) -> torch.Tensor | None:
         """What the pool has, and the rest from this client's limbo; all or nothing."""
         with self._calls:
-            found = self._own_and_more(protocol.ALLOC, count, posted_before, tag)
-            if found is None:
-                return None
-            places = [*found[0], *found[1]]
-            with self._lock:
-                self._record.hold(places)
-        return self._tensors.get(places[0]) if count == 1 else self._tensors.copy_of(places)
+            return self._hold_found(self._own_and_more(protocol.ALLOC, count, posted_before, tag))
 
-    def _own_and_more(
-        self, op: int, count: int, posted_before: int, tag: str | None
-    ) -> tuple[list[int], list[int]] | None:
+    def _hold_found(self, found: Found | None) -> torch.Tensor | None:
+        """They are the caller's."""
+        if found is None:
+            return None
+        places = [*found[0], *found[1]]
+        with self._lock:
+            self._record.hold(places)
+        return self._tensors.get(places[0]) if len(places) == 1 else self._tensors.copy_of(places)
+
+    def _own_and_more(self, op: int, count: int, posted_before: int, tag: str | None) -> Found | None:
+        """What :meth:`_find` finds, asked for by this thread."""
+        with contextlib.closing(self._find(count, posted_before)) as steps:
+            try:
+                missing = next(steps)
+                while True:
+                    missing = steps.send(self._ask(op, None, missing, False, *tagged(tag)))
+            except StopIteration as end:
+                found: Found | None = end.value
+                return found
+
+    def _find(self, count: int, posted_before: int) -> Generator[int, list[Any], Found | None]:
         """After the pool could not give ``count``: what it gives, and this client's own; None if not enough.
 
-        As much as possible from the pool, as the one list would give it; but how much that is may have changed.
+        As much as possible from the pool, as the one list would give it; but how much that is may have changed. Yields
+        how many to ask the allocator for, and takes its reply; closed instead, it has changed nothing.
         """
         for from_pool in (self._table.free_count, 0):
             with self._lock:
@@ -170,14 +200,18 @@ class FencedAllocator(Fenced):
             if not missing:
                 return [], own.places
             # What the background thread gave back since then is in the pool now.
-            if own.places or self._posted.last != posted_before:
-                reply = self._ask(op, None, missing, False, *tagged(tag))
-                if reply[2] != protocol.NONE:
-                    granted = [reply[3]] if type(reply[3]) is int else protocol.unpack_ids(reply[3]).tolist()
-                    return granted, own.places
-            with self._lock:
-                if own.places:
-                    self._limbo.put_back(own)
+            reply = None
+            try:
+                if own.places or self._posted.last != posted_before:
+                    reply = yield missing
+            finally:
+                if reply is None or reply[2] == protocol.NONE:
+                    with self._lock:
+                        if own.places:
+                            self._limbo.put_back(own)
+            if reply is not None and reply[2] != protocol.NONE:
+                granted = [reply[3]] if type(reply[3]) is int else protocol.unpack_ids(reply[3]).tolist()
+                return granted, own.places
         return None
 
     def _take_own(self, count: int) -> Entry:

@@ -187,6 +187,14 @@ class Fences:
         return self._events.pop() if self._events else call("cuEventCreate", _DISABLE_TIMING)
 
 
+class Event:
+    """A caller's event: it may record it again, which only makes the wait longer."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.handle = bindings().CUevent(handle_of(value, "cuda_event"))
+
+
 def handle_of(value: Any, attribute: str) -> int:
     """The driver's handle of a stream or event: torch's, cuda-bindings', one with ``__cuda_stream__``, or a number."""
     if attribute == "cuda_stream" and hasattr(value, "__cuda_stream__"):

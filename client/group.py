@@ -10,11 +10,15 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mambapool.pool import group_page as gp
 from mambapool.pool.errors import GroupBroken, MambaPoolError, RankDiverged
 from mambapool.pool.group_calls import call_text
 from mambapool.pool.group_page import Answer, GroupPage
+
+if TYPE_CHECKING:
+    from mambapool.client.rank_fences import RankFences
 
 #: Calls that are compared with rank 0's together.
 COMPARE_EVERY = 16
@@ -40,6 +44,8 @@ class Group:
         self.lock = threading.Lock()
         #: The number of this rank's last call.
         self.position = 0
+        #: Of a rank on a GPU.
+        self.fences: RankFences | None = None
         self._items = self.page.items
         self._compared = 0
         self._compare_at = COMPARE_EVERY
@@ -79,6 +85,11 @@ class Group:
             self.compare()
         self.page.log(self.rank, number, call)
         self.position = number
+        if self.fences is not None:
+            if call >> 56 in self.fences.kinds:
+                self.fences.note(number)
+            else:
+                self.fences.retry()
         return number
 
     def compare(self) -> None:
@@ -159,9 +170,10 @@ class Group:
         """The last call before which every rank has finished everything: slots freed up to it may leave the group."""
         return self.page.passed()
 
-    def use_fences(self) -> None:
+    def use_fences(self, fences: RankFences) -> None:
         """From now on what this rank has queued on a GPU counts, too: see :meth:`fenced`. Else its calls say it all."""
         self.page.set_fence(self.rank, self.position)
+        self.fences = fences
 
     def fenced(self, call: int) -> None:
         """This rank's GPU has finished all that was queued before its call number ``call``; only grows."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,16 +12,18 @@ import torch
 from mambapool.client.allocator import SlotAllocator
 from mambapool.client.group import Group
 from mambapool.client.group_answers import Following, Leading
-from mambapool.client.record import Record
 from mambapool.client.transport import Transport
 from mambapool.pool.errors import PoolLost
 from mambapool.pool.group_calls import ALLOC, FREE, call_word, digest
 from mambapool.pool.index_tensors import slot_ids
 from mambapool.pool.slot_table import H_LOST
 
+if TYPE_CHECKING:
+    from mambapool.client.fences import Event
+
 #: alloc(1), by far the most frequent call.
 ALLOC_ONE = call_word(ALLOC, 1)
-_FREE_ONE = call_word(FREE, 1)
+FREE_ONE = call_word(FREE, 1)
 
 
 class GroupCalls(SlotAllocator):
@@ -38,14 +40,17 @@ class GroupCalls(SlotAllocator):
         #: For what rank 0 does, and all get the answer of.
         self.shared: Leading | Following = Following(group) if group.rank else Leading(group)
         # The slots of all ranks are those of rank 0's session.
-        self._record = Record(self._table, group.holder)
-        self._marks = self._record.marks
+        self._record.session = group.holder
 
     def free(self, free_index: torch.Tensor, after: Any = None) -> None:
         """Give slots back, on every rank. They leave the group when each rank has come this far.
 
-        ``after`` is for GPUs, whose memory no group has.
+        On GPUs they do when each rank's work that was queued before has finished, too, and its events ``after`` are
+        over. Ids on the device that are no slot tensors are read, which waits for the current stream; with a guarantee
+        they are not.
         """
+        fences = self._group.fences
+        events = () if fences is None else fences.check(after)
         slot = self._slot_of(free_index)
         slots = [slot] if slot >= 0 else slot_ids(free_index, size=self._largest_id(), what="free")
         if not slots:
@@ -56,7 +61,9 @@ class GroupCalls(SlotAllocator):
             with self._lock:
                 self._record.give_back(slots)
             # Not under the lock of the record: it may wait for a rank, and the background thread must not.
-            self._group.begin(_FREE_ONE | slots[0] if len(slots) == 1 else free_word(slots))
+            if fences is not None:
+                fences.after(events)
+            self._group.begin(FREE_ONE | slots[0] if len(slots) == 1 else free_word(slots))
             with self._lock:
                 self._take_back(slots)
 
@@ -64,9 +71,25 @@ class GroupCalls(SlotAllocator):
         with self._lock:
             self._record.offer(slots)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether the background thread has something to look at soon."""
+        return self._group.fences is not None and self._group.fences.is_busy
+
     def tick(self) -> None:
         """For the background thread."""
+        if (fences := self._group.fences) is not None:
+            fences.publish()
+            if fences.failed is not None and self._unusable is None:
+                self._unusable = fences.failed
         self._group.tick()
+
+    def events(self) -> list[Event]:
+        """The callers' events that have to be over before this rank may end."""
+        return [] if self._group.fences is None else self._group.fences.events()
+
+    def is_over(self, event: Event) -> bool:
+        return self._group.fences is None or self._group.fences.is_event_over(event)
 
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:
@@ -95,12 +118,12 @@ class GroupCalls(SlotAllocator):
             raise PoolLost("the memory of this pool is gone, its keeper died: connect again when it is back")
 
     def _no_slots(self) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.int64, device=self.device)
+        return self._tensors.copy_of([])
 
     def _as_tensor(self, slots: list[int]) -> torch.Tensor:
         if len(slots) == 1:
             return self._tensors.get(slots[0])
-        return torch.tensor(slots, dtype=torch.int64, device=self.device)
+        return self._tensors.copy_of(slots)
 
 
 def free_word(slots: list[int]) -> int:

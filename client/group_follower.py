@@ -29,7 +29,7 @@ class FollowerAllocator(GroupCalls):
         """The free list as rank 0 knows it at this call."""
         with self.in_turn():
             slots = self.shared.slots(call_word(calls.FREE_SLOTS), _rank_0_grants)
-        return torch.tensor(slots or [], dtype=torch.int64, device=self.device)
+        return self._tensors.copy_of(slots or [])
 
     def alloc(
         self, need_size: SupportsIndex, timeout: float | None = None, tag: str | None = None

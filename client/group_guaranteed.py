@@ -27,7 +27,7 @@ class GroupGuaranteedAllocator(GroupCalls, GuaranteedAllocator):
     def __init__(self, transport: Transport, device: torch.device | str, group: Group, **options: Any) -> None:
         super().__init__(transport, device, group, **options)
         #: Of slots that came by a transfer; rank 0's only.
-        self._limbo = Limbo()
+        self._group_limbo = Limbo()
 
     def alloc(
         self, need_size: SupportsIndex, timeout: float | None = None, tag: str | None = None
@@ -72,9 +72,9 @@ class GroupGuaranteedAllocator(GroupCalls, GuaranteedAllocator):
     def tick(self) -> None:
         """For the background thread."""
         super().tick()
-        if self._limbo and self._unusable is None:
+        if self._group_limbo and self._unusable is None:
             with self._lock:
-                passed = self._limbo.take_passed(self._group.passed())
+                passed = self._group_limbo.take_passed(self._group.passed())
                 if passed:
                     self._posted.append(protocol.FREE, packed(passed), len(passed))
             self._transport.flush()
@@ -82,7 +82,7 @@ class GroupGuaranteedAllocator(GroupCalls, GuaranteedAllocator):
 
     def _give_transferred(self, slots: list[int]) -> None:
         if not self._group.rank:
-            self._limbo.add(self._group.position, slots)
+            self._group_limbo.add(self._group.position, slots)
 
 
 _AVAILABLE_SIZE = call_word(calls.AVAILABLE_SIZE)

@@ -43,7 +43,7 @@ class LeaderAllocator(GroupCalls):
         call = call_word(calls.FREE_SLOTS)
         with self.in_turn():
             slots = self.shared.slots(call, self._list_free)
-        return torch.tensor(slots, dtype=torch.int64, device=self.device)
+        return self._tensors.copy_of(slots or [])
 
     def alloc(
         self, need_size: SupportsIndex, timeout: float | None = None, tag: str | None = None
@@ -83,6 +83,10 @@ class LeaderAllocator(GroupCalls):
         with self.in_turn():
             self.shared.number(call, self._clear)
 
+    @property
+    def is_busy(self) -> bool:
+        return super().is_busy or (self._group.fences is not None and bool(self._limbo))
+
     def tick(self) -> None:
         """For the background thread: what every rank has passed leaves the limbo, also while nobody calls."""
         super().tick()
@@ -106,9 +110,8 @@ class LeaderAllocator(GroupCalls):
 
     def _reuse(self, count: int, tag: str | None) -> list[int] | None:
         """From the limbo, and what it lacks from the allocator."""
-        number = self._group.position
         with self._lock:
-            kept = self._limbo.take(count)
+            kept, number = self._limbo.take(count)
         if not kept:
             return None
         got: list[int] | None = []
@@ -152,7 +155,7 @@ class LeaderAllocator(GroupCalls):
         slots: list[int] = protocol.unpack_ids(reply[3]).tolist() if granted else []
         if partial:
             with self._lock:
-                slots += self._limbo.take(count - len(slots))
+                slots += self._limbo.take(count - len(slots))[0]
         elif not granted and count <= self.size:
             slots = self._reuse(count, tag) or []
             for slot in slots:  # nobody was given them yet
@@ -173,7 +176,7 @@ class LeaderAllocator(GroupCalls):
         self._check_usable()
         self._group.await_ranks(self._group.position)
         with self._lock:
-            self._freed_inside = self._limbo.take(len(self._limbo))
+            self._freed_inside, _ = self._limbo.take(len(self._limbo))
         self._window_owed = False
         super().clear()
         return 0

@@ -34,9 +34,11 @@ class Limbo:
         self._count -= len(slots)
         return slots
 
-    def take(self, count: int) -> list[int]:
-        """The first ``count`` of them, or as many as there are: for the group itself."""
+    def take(self, count: int) -> tuple[list[int], int]:
+        """The first ``count`` of them, or as many as there are: for the group itself; and by which call they were
+        free, all of them."""
         slots: list[int] = []
+        call = 0
         while self._batches and len(slots) < count:
             call, batch = self._batches.popleft()
             wanted = count - len(slots)
@@ -44,7 +46,7 @@ class Limbo:
             if len(batch) > wanted:
                 self._batches.appendleft((call, batch[wanted:]))
         self._count -= len(slots)
-        return slots
+        return slots, call
 
     def put_back(self, call: int, slots: list[int]) -> None:
         """Slots that were taken and are not needed, to the front: free since ``call`` at the latest."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Protocol
 
 from mambapool.client.background import background
-from mambapool.client.fenced import Fenced
-from mambapool.client.fences import Fences
+from mambapool.client.fences import Event, Fences
 from mambapool.client.transport import Transport
 
 _log = logging.getLogger("mambapool.client")
@@ -19,6 +19,15 @@ _DETACH_S = 0.2
 _lingering: set[Lingering] = set()
 
 
+class Closing(Protocol):
+    """The allocator of a session on a GPU, a group's rank or not."""
+
+    def events(self) -> list[Event]:
+        """The callers' events that have to be over before the session may end."""
+
+    def is_over(self, event: Event) -> bool: ...
+
+
 class Lingering:
     """Leaves the session when all that its process had queued has finished.
 
@@ -26,7 +35,7 @@ class Lingering:
     the quarantine, as those of any other process that dies.
     """
 
-    def __init__(self, transport: Transport, allocator: Fenced, fences: Fences) -> None:
+    def __init__(self, transport: Transport, allocator: Closing, fences: Fences) -> None:
         self._transport = transport
         self._fences = fences
         self._events = allocator.events()

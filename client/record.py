@@ -31,7 +31,8 @@ class Record:
         self.marks = bytearray(table.layout.slots + 1 + cells)
         self._view = np.frombuffer(self.marks, np.uint8)
         self._table = table
-        self._session = session
+        #: Whose slots these are: a session's, or those of a group's rank 0.
+        self.session = session
 
     def hold(self, slots: list[int]) -> None:
         """These were handed to the caller."""
@@ -87,7 +88,7 @@ class Record:
             if (
                 self.marks[slot] == OFFERED
                 and not self._table.offered_to(slot)
-                and self._table.holder_of(slot) == self._session
+                and self._table.holder_of(slot) == self.session
             ):
                 self.marks[slot] = HELD
         if any(self.marks[slot] != HELD for slot in slots):
@@ -97,7 +98,7 @@ class Record:
         """What was on offer and has another holder now was accepted: nobody tells the giver."""
         if OFFERED in self.marks:
             for slot in np.flatnonzero(self._view == OFFERED).tolist():
-                if self._table.holder_of(slot) != self._session:
+                if self._table.holder_of(slot) != self.session:
                     self.marks[slot] = 0
 
     def refuse(self, slots: list[int]) -> None:
@@ -106,12 +107,12 @@ class Record:
         if offered := [slot for slot in faulty if self.marks[slot] in (OFFERED, LEAVING)]:
             raise NotHolder(f"slots {_named(offered)} are offered to another session", offered)
         holders = {slot: self._table.holder_of(slot) for slot in faulty}
-        ours = (0, self._session)  # what we freed may still be on its way to the table
+        ours = (0, self.session)  # what we freed may still be on its way to the table
         if free := [slot for slot in faulty if holders[slot] in ours]:
             raise DoubleFree(f"slots {_named(free)} are already free", free)
         sessions = sorted({holders[slot] for slot in faulty})
         raise NotHolder(
-            f"slots {_named(faulty)} are held by session {_named(sessions)}, not by this one ({self._session})",
+            f"slots {_named(faulty)} are held by session {_named(sessions)}, not by this one ({self.session})",
             faulty,
         )
 

@@ -29,8 +29,7 @@ class Transfers:
         When the allocator does not answer, the offer may have been made or not: whether a slot is still ours,
         the slot table tells when it is freed. On a GPU the offer is made later, when nothing writes to them.
         """
-        if self._allocator.offers_later:
-            self._allocator.offer_later(slots, receiver)
+        if self.offer_later(slots, receiver):
             return
         ids = self.begin_offer(slots)
         try:
@@ -47,6 +46,12 @@ class Transfers:
             return None if reply is None else self.take(reply)
 
     # The steps, of which none waits.
+
+    def offer_later(self, slots: torch.Tensor, receiver: int) -> bool:
+        """On a GPU: offered by the background thread, when nothing writes to them. False elsewhere."""
+        if self._allocator.offers_later:
+            self._allocator.offer_later(slots, receiver)
+        return self._allocator.offers_later
 
     def begin_offer(self, slots: torch.Tensor) -> list[int]:
         """These cannot be freed from now on."""

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     import torch
 
     from mambapool.client.allocator import SlotAllocator
-    from mambapool.client.fenced import Fenced
     from mambapool.client.fences import Fences
     from mambapool.client.group import Group
     from mambapool.client.group_transfers import GroupTransfers
@@ -44,9 +43,6 @@ if TYPE_CHECKING:
 
 #: close() waits so long at most for the allocator to say goodbye.
 CLOSE_S = 1.0
-
-#: Ids that only a GPU knows have a cell each: one per slot in the list, one in use, and those just freed.
-_SPARE_CELLS = 1024
 
 #: How often connect() looks whether a daemon has come up.
 _LOOK_S = 0.02
@@ -97,7 +93,7 @@ def connect(
     """
     _require_torch()
     check_pool_name(pool)
-    _check_device(device, group)
+    _check_device(device)
     if not 0 < timeout < math.inf:
         raise ValueError(f"timeout must be a number of seconds above 0, not {timeout!r}")
     _check_rank(rank, world_size, group)
@@ -155,15 +151,11 @@ class Worker:
         self._transfers: Transfers | GroupTransfers
         #: Of a session on a GPU: how far this process's work there is, see :mod:`mambapool.client.fences`.
         self.fences: Fences | None = None
-        # A group's pool is in no GPU's memory: the allocator sees to that. Its slot tensors may be.
-        on_gpu = _on_gpu(device, self._pool, transport, debug=debug) if group is None else None
-        if on_gpu is not None:
-            from mambapool.client.transfers import Transfers
-
+        if on_gpu := _on_gpu(device, self._pool, transport, group, debug=debug):
             self.allocator, self.fences = on_gpu
-            self._transfers = Transfers(transport, self.allocator)
         else:
-            self.allocator, self._transfers = _allocator(transport, device, group, debug=debug)
+            self.allocator = _allocator(transport, device, group, debug=debug)
+        self._transfers = _transfers(transport, self.allocator, group)
         transport.connection.on_end = self.allocator.disable
         background().add(transport)
         if group is not None or on_gpu is not None:
@@ -245,15 +237,17 @@ class Worker:
 
     def _close_on_gpu(self, fences: Fences) -> None:
         from mambapool.client.fenced import Fenced
+        from mambapool.client.group_calls import GroupCalls
         from mambapool.client.lingering import Lingering
 
-        assert isinstance(self.allocator, Fenced)
+        assert isinstance(self.allocator, Fenced | GroupCalls)
         deadline = time.monotonic() + min(CLOSE_S, self._transport.timeout)
         reason = ClientClosed("this client was closed: connect again")
         self._transport.connection.on_end = None
         lingering = Lingering(self._transport, self.allocator, fences)
         self.allocator.disable(reason)
         if lingering.is_over(deadline):
+            self.allocator.tick()  # of a group: the others are told so
             background().remove(self.allocator)
             background().remove(self._transport)
             self._transport.detach(max(deadline - time.monotonic(), 0.1))
@@ -301,25 +295,32 @@ def _join(transport: Transport, directory: RuntimeDir, name: str, rank: int, dea
 
 def _allocator(
     transport: Transport, device: str | torch.device, group: Group | None, *, debug: bool
-) -> tuple[SlotAllocator, Transfers | GroupTransfers]:
-    """The kind of allocator that the session asked for."""
+) -> SlotAllocator:
+    """The kind of allocator that the session asked for, in the host's memory."""
     from mambapool.client.allocator import SlotAllocator
     from mambapool.client.guaranteed import GuaranteedAllocator
-    from mambapool.client.transfers import Transfers
 
     guarantee = transport.session["guarantee"]
     if group is None:
         kind = GuaranteedAllocator if guarantee else SlotAllocator
-        allocator = kind(transport, device, debug=debug)
-        return allocator, Transfers(transport, allocator)
+        return kind(transport, device, debug=debug)
     from mambapool.client.group_follower import FollowerAllocator
     from mambapool.client.group_guaranteed import GroupGuaranteedAllocator
     from mambapool.client.group_leader import LeaderAllocator
-    from mambapool.client.group_transfers import GroupTransfers
 
     of_group = GroupGuaranteedAllocator if guarantee else FollowerAllocator if group.rank else LeaderAllocator
-    rank_allocator = of_group(transport, device, group, debug=debug)
-    return rank_allocator, GroupTransfers(transport, rank_allocator, group)
+    return of_group(transport, device, group, debug=debug)
+
+
+def _transfers(transport: Transport, allocator: SlotAllocator, group: Group | None) -> Transfers | GroupTransfers:
+    from mambapool.client.group_calls import GroupCalls
+    from mambapool.client.group_transfers import GroupTransfers
+    from mambapool.client.transfers import Transfers
+
+    if group is None:
+        return Transfers(transport, allocator)
+    assert isinstance(allocator, GroupCalls)
+    return GroupTransfers(transport, allocator, group)
 
 
 def _require_torch() -> None:
@@ -329,12 +330,12 @@ def _require_torch() -> None:
         raise ImportError("mambapool's client needs torch: pip install 'mambapool[worker]'") from error
 
 
-def _check_device(device: str | torch.device, group: str | None) -> None:
+def _check_device(device: str | torch.device) -> None:
     """Slot tensors can be made there; found out before the allocator hears of this session."""
     import torch
 
     try:
-        if torch.device(device).type == "cuda" and group is None:
+        if torch.device(device).type == "cuda":
             from mambapool.client import gpu
 
             return gpu.check_device(torch.device(device))
@@ -397,28 +398,16 @@ def _attach_shard(
 
 
 def _on_gpu(
-    device: str | torch.device, pool: StatePool | None, transport: Transport, *, debug: bool
-) -> tuple[Fenced, Fences] | None:
+    device: str | torch.device, pool: StatePool | None, transport: Transport, group: Group | None, *, debug: bool
+) -> tuple[SlotAllocator, Fences] | None:
     """The allocator of a session that has to do with a GPU; None for one that has not."""
     import torch
 
-    kind = torch.device(device).type
-    if kind != "cuda" and (pool is None or pool.descriptor.cuda is None):
+    if torch.device(device).type != "cuda" and (pool is None or pool.descriptor.cuda is None):
         return None
     from mambapool.client import gpu
-    from mambapool.client.device_slots import DeviceSlotTensors
-    from mambapool.client.fenced_allocator import FencedAllocator
-    from mambapool.client.fenced_guaranteed import FencedGuaranteed
-    from mambapool.client.fences import Fences
 
-    context = gpu.context_of(torch.device(device), pool)
-    assert context is not None
-    slots: int = transport.session["slots"]
-    tensors = DeviceSlotTensors(slots, context, cells=2 * slots + _SPARE_CELLS) if kind == "cuda" else None
-    fences = Fences(context)
-    guaranteed = transport.session["guarantee"]
-    make: type[Fenced] = FencedGuaranteed if guaranteed else FencedAllocator
-    return make(transport, device, fences=fences, tensors=tensors, debug=debug), fences
+    return gpu.allocator_on(device, pool, transport, group, debug=debug)
 
 
 def _expectations(

@@ -21,6 +21,10 @@ TRANSFER: Final = 8
 ACCEPT: Final = 9
 
 
+#: Argument of a free of ids that only the device knows: the word says how many.
+UNKNOWN: Final = 0xFFFFFFFF
+
+
 def call_word(kind: int, count: int = 0, argument: int = 0) -> int:
     """A call as one word. ``argument``: a slot, a flag, or a digest, of 32 bits."""
     return kind << 56 | (count & 0xFFFFFF) << 32 | argument & 0xFFFFFFFF
@@ -51,4 +55,6 @@ def call_text(word: int) -> str:
 
 
 def _slots(count: int, which: int) -> str:
+    if which == UNKNOWN:
+        return f"{count} slots that the device knows"
     return f"slot {which}" if count == 1 else f"{count} slots, digest {which:08x}"

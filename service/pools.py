@@ -11,6 +11,7 @@ import numpy as np
 from mambapool.pool import slot_table as st
 from mambapool.pool.descriptor import SHM
 from mambapool.pool.errors import AllocatorUnavailable, GuaranteeExceeded, InvalidSlots, NotHolder
+from mambapool.pool.group_page import DIED
 from mambapool.pool.layout import Geometry
 from mambapool.service.groups import Group
 from mambapool.service.ledger import Ids, Ledger
@@ -194,6 +195,8 @@ class Pool:
         session.accepting = 0
         session.identity = b""  # nobody speaks for it any more
         session.dead_since = now
+        if session.group is not None and session.group.formed:
+            session.group.page.end(session.rank, DIED)  # the others need not wait for it
         self.end_offers(session)
         if session.window:
             self._set_window(session, 0)

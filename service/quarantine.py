@@ -8,16 +8,18 @@ passed; without a way to see the end, for longer.
 from __future__ import annotations
 
 from mambapool.pool.descriptor import SHM
-from mambapool.service.pools import Pool
 from mambapool.service.sessions import Session
 
 #: … after which no process is believed to be ending still, where the kernel cannot tell.
 UNSEEN_END_S = 30.0
 
 
-def needs_quarantine(pool: Pool) -> bool:
-    """Nothing writes to memory of the host any more when the lock is released; the threads are gone before."""
-    return pool.backend not in (SHM, None)
+def needs_quarantine(session: Session) -> bool:
+    """Whether its process may still write to slots when it is dead: its own, or those of its group, all of whose
+    ranks have a shard. Nothing writes to memory of the host then; the threads are gone before the lock is."""
+    if session.pool.backend in (SHM, None):
+        return False
+    return session.held > 0 or (session.group is not None and session.group.formed)
 
 
 def is_over(session: Session, has_ended: bool | None, quarantine_s: float, now: float) -> bool:

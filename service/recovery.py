@@ -97,7 +97,7 @@ def restore(pool: Pool, leases: Leases, now: float) -> None:
     _restore_answers(pool)
     _restore_offers(pool)
     table.set_waiting(0)
-    quarantined = [session for session in dead if needs_quarantine(pool) and session.held]
+    quarantined = [session for session in dead if needs_quarantine(session)]
     for session in quarantined:
         # Since when it is dead, nobody knows.
         pool.quarantine(session, now)

@@ -11,7 +11,6 @@ import numpy as np
 from mambapool.pool import protocol
 from mambapool.pool.errors import (
     AllocatorUnavailable,
-    GroupBroken,
     PoolLost,
     ProtocolError,
     RuntimeDirError,
@@ -138,7 +137,7 @@ class Registry:
         # The hint may be late or wrong: the lock is the proof.
         if session is None or session.dead_since is not None or session.lease.is_held():
             return None
-        if needs_quarantine(session.pool) and session.held:
+        if needs_quarantine(session):
             session.pool.quarantine(session, now)
             self._quarantined.append(session)
             _log.info("%s is dead (%s): its %d slots are quarantined", _named(session), how, session.held)
@@ -201,11 +200,6 @@ class Registry:
             raise PoolLost(f"pool {pool.name} is lost: {pool.lost}")
         number = self._next_number
         limit = min(request.limit or pool.slots, pool.slots)
-        if request.group is not None and needs_quarantine(pool):
-            raise GroupBroken(
-                f"group {request.group} cannot be formed: the states of pool {pool.name} are on GPUs, where what one "
-                "rank frees is not fenced on the others yet; use a pool in the host's memory"
-            )
         group = None if request.group is None else pool.groups.get(request.group)
         if group is not None:
             group.check_join(request, limit)

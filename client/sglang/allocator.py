@@ -6,7 +6,7 @@ import itertools
 import logging
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,6 +28,10 @@ _mapped: list[Worker] = []
 # Sessions whose allocator is gone. Closed when the next one is made, or with the process: a collector runs
 # anywhere, also where a lock is held that closing needs.
 _left: deque[Worker] = deque()
+
+
+_living: weakref.WeakSet[MambaSlotAllocator] = weakref.WeakSet()
+_streams: list[Any] = []
 
 
 class MambaSlotAllocator:
@@ -54,6 +58,9 @@ class MambaSlotAllocator:
         if self.size != size:
             raise ConfigError(f"size={size}: the state pool before it was made with {self.size} slots")
         self.device = device
+        if _streams:
+            worker.fence_streams(_streams)
+        _living.add(self)
         #: What was held when clear() was called, and nobody has freed since.
         self._dead: set[int] = set()
 
@@ -105,6 +112,13 @@ class MambaSlotAllocator:
         """Every slot is free again, in ascending order; an open window ends."""
         self._dead.update(self._allocator.held())
         self._allocator.clear()
+
+
+def fence_streams(streams: list[Any]) -> None:
+    """``worker.fence_streams`` of every allocator of this process, those that are made later included."""
+    _streams[:] = streams
+    for allocator in list(_living):
+        allocator._worker.fence_streams(streams)
 
 
 def close_left() -> None:

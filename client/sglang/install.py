@@ -24,6 +24,7 @@ def install(*, states: bool = False) -> None:
     Raises ``ImportError`` where there is no SGLang, or one without the classes that 0.5.23 has.
     """
     from mambapool.client.sglang.allocator import MambaSlotAllocator
+    from mambapool.client.sglang.streams import SCHEDULER, name_streams_at_start
 
     module = importlib.import_module("sglang.srt.mem_cache.allocator.mamba")
     try:
@@ -35,6 +36,8 @@ def install(*, states: bool = False) -> None:
 
         memory_pool = importlib.import_module("sglang.srt.mem_cache.memory_pool")
         memory_pool.HybridReqToTokenPool.mamba_pool_cls = MappedMambaPool
+    # Not imported: a process that has schedulers has it, and in others it would take seconds.
+    name_streams_at_start(sys.modules.get(SCHEDULER))
     _log.info("SGLang's slots are mambapool's%s", ", and its states" if states else "")
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 
-from mambapool.pool.descriptor import SHM
 from mambapool.pool.errors import ConfigError
 from mambapool.pool.exits import EXIT_DONE, EXIT_FAILED, EXIT_NOT_REACHABLE, EXIT_USAGE
 from mambapool.pool.runtime_dir import RuntimeDir
@@ -142,5 +141,3 @@ def _check_states(directory: Any, pool: str, timeout: float, tp_size: int) -> No
         )
     if tp_size not in (1, shards):
         raise ConfigError(f"--tp-size {tp_size}: pool {pool} has {shards} shards: serve it with as many")
-    if tp_size > 1 and pools[pool]["backend"] != SHM:
-        raise ConfigError(f"--tp-size {tp_size}: pool {pool} is on GPUs, which groups cannot use yet")

@@ -9,8 +9,9 @@ from dispatching import hello_map, make_pool, make_registry
 from leases import TestLeases
 from msgpack import packb, unpackb
 
+from mambapool.pool import group_page as gp
 from mambapool.pool.descriptor import CUDA_IPC, SHM
-from mambapool.pool.errors import AllocatorUnavailable, GroupBroken, GuaranteeExceeded, InvalidSlots
+from mambapool.pool.errors import AllocatorUnavailable, GuaranteeExceeded, InvalidSlots
 from mambapool.service.attach import AttachRequest
 from mambapool.service.audit import snapshot
 from mambapool.service.audit_checks import violations
@@ -23,6 +24,7 @@ from mambapool.service.sessions import GUARANTEE_REQUEST, Session
 from mambapool.service.table_writer import SlotTableWriter
 
 LEASE = b"a".ljust(16, b".")
+RANKS = [b"rank-0".ljust(16, b"."), b"rank-1".ljust(16, b".")]
 
 
 def wants(lease: bytes = LEASE, **changes: object) -> AttachRequest:
@@ -55,10 +57,12 @@ def holder_of(registry: Registry, pool: Pool, count: int = 3, guarantee: int = 0
     return session
 
 
-def die(registry: Registry, leases: TestLeases, now: float, *, ended: bool | None = True) -> None:
-    leases.dead.add(LEASE)
-    leases.ended[LEASE] = ended
-    registry.bury(LEASE, "its process ended", now)
+def die(
+    registry: Registry, leases: TestLeases, now: float, *, ended: bool | None = True, lease: bytes = LEASE
+) -> None:
+    leases.dead.add(lease)
+    leases.ended[lease] = ended
+    registry.bury(lease, "its process ended", now)
 
 
 def test_slots_of_the_dead_are_counted_as_quarantined_until_the_time_is_over(
@@ -171,14 +175,59 @@ def test_the_audit_counts_them_as_quarantined(registry: Registry, pool: Pool, le
     assert {(holding.kind, holding.state) for holding in found.holdings()} == {("quarantined", "gone")}
 
 
-def test_a_group_on_gpus_is_refused_before_anything_is_made(
+def ranks_of(registry: Registry, pool: Pool) -> list[Session]:
+    """A group of two, each with a shard, whose slots rank 0 holds."""
+    pool.shards = (*pool.shards, Shard("keeper-default-1.sock", bytes(16), CUDA_IPC))
+    ranks = [
+        registry.attach(wants(lease, group="engine", world_size=2, rank=rank), b"%d" % rank)[0]
+        for rank, lease in enumerate(RANKS)
+    ]
+    pool.grant(ranks[0], 3, 2)
+    pool.commit()
+    return ranks
+
+
+def test_a_groups_slots_stay_back_until_the_quarantine_of_its_last_rank_is_over(
+    registry: Registry, pool: Pool, leases: TestLeases
+) -> None:
+    """Which holds no slot by itself, and has a shard of each."""
+    first, second = ranks_of(registry, pool)
+    registry.end(first, "left", dead=False)
+    die(registry, leases, now=100.0, ended=False, lease=RANKS[1])
+    assert (pool.ledger.free_count, second.dead_since) == (5, 100.0)
+    assert registry.release_quarantined(102.0) == set()  # its process has not ended
+    leases.ended[RANKS[1]] = True
+    assert registry.release_quarantined(102.0) == {pool}
+    assert (pool.ledger.free_count, pool.groups, pool.sessions) == (8, {}, {})
+
+
+def test_the_other_ranks_hear_of_a_death_before_its_quarantine_is_over_and_keep_the_slots_after_it(
+    registry: Registry, pool: Pool, leases: TestLeases
+) -> None:
+    first, second = ranks_of(registry, pool)
+    assert first.group is not None
+    page = first.group.page
+    die(registry, leases, now=100.0, lease=RANKS[0])
+    assert (page.word(0, gp.R_END), page.word(1, gp.R_END)) == (gp.DIED, 0)
+    assert registry.release_quarantined(102.0) == {pool}
+    assert (pool.ledger.free_count, first.gone) == (5, True)
+    registry.end(second, "left", dead=False)
+    assert (pool.ledger.free_count, pool.groups) == (8, {})
+
+
+def test_a_group_on_gpus_of_which_all_have_died_is_quarantined_by_the_next_allocator(
     tmp_path: Path, registry: Registry, pool: Pool, leases: TestLeases
 ) -> None:
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(GroupBroken, match="not fenced on the others yet"):
-        registry.attach(wants(group="engine", world_size=1), b"1")
-    assert (registry.sessions, pool.groups, leases.open_names) == ({}, {}, set())
-    assert sorted(tmp_path.rglob("*")) == before
+    ranks_of(registry, pool)
+    leases.dead.update(RANKS)
+    table = SlotTableWriter.recover(pool.table.path)
+    again = Pool("default", table, pool.uuid, None, pool.shards, ends_with_last_session=False)
+    restore(again, leases, 500.0)
+    next_registry = make_registry(tmp_path, again, leases=leases)
+    leases.ended.update(dict.fromkeys(RANKS))
+    assert next_registry.release_quarantined(501.0) == set()
+    assert next_registry.release_quarantined(500.0 + UNSEEN_END_S) == {again}
+    assert (again.ledger.free_count, again.groups) == (8, {})
 
 
 def test_an_allocator_that_is_restarted_keeps_the_quarantine(

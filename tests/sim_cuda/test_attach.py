@@ -194,8 +194,9 @@ with connect(directory, device="cuda") as again:
     hear()
     say(float(again.states["temporal"][0, 1].flatten()[0]))
 """
-    repeat = {"SIM_CUDA_HANDLES": "repeat"}
-    workers = [pool.start(script, SIM_CUDA_EXPORTER_GONE=gone, **repeat) for gone in ("pin", "unmap")]
+    workers = [
+        pool.start(script, SIM_CUDA_EXPORTER_GONE=gone, SIM_CUDA_HANDLES="repeat") for gone in ("pin", "unmap")
+    ]
     assert [worker.hear() for worker in workers] == ["holds"] * 2
     keeper = pool.daemon.directory.keeper_lock("default", 0).read_text().strip()
     os.kill(int(keeper), 9)
@@ -203,11 +204,11 @@ with connect(directory, device="cuda") as again:
         worker.say("go on")
         assert [worker.hear() for _ in range(4)] == ["lost", "lost", "lost", "ready"]
     pool.daemon.process.wait(10)
-    anew = gpu_pools.start(name="run", **repeat)
+    anew = gpu_pools.start(name="run", SIM_CUDA_HANDLES="repeat")
     for worker in workers:
         worker.say("again")
         assert worker.hear() == "{0} 2"
-    anew.run('with connect(directory) as w: w.states["temporal"][:, 1] = 5.0', **repeat)
+    anew.run('with connect(directory) as w: w.states["temporal"][:, 1] = 5.0', SIM_CUDA_HANDLES="repeat")
     for worker in workers:
         worker.say("read")
         assert worker.hear() == "5.0"
@@ -336,25 +337,6 @@ say(bytes_of(worker.states["conv"]))
 worker.close()
 """
     assert gpu_pool.run(script) == ["forked", "True", "{0}"]
-
-
-def test_groups_and_asyncio_are_refused_on_a_gpu_and_leave_nothing(gpu_pool: GpuPool) -> None:
-    script = """
-import asyncio
-from mambapool.client import connect_async
-for how in ({"rank": 0}, {"rank": 0, "guarantee": 2}):
-    try:
-        connect(directory, group="engine", world_size=1, **how)
-    except errors.GroupBroken as error:
-        say("not fenced on the others yet" in str(error))
-for device in ("cpu", "cuda"):
-    try:
-        asyncio.run(connect_async(directory, device=device))
-    except errors.ConfigError as error:
-        say("connect_async is not for GPUs yet" in str(error))
-"""
-    assert gpu_pool.run(script) == ["True"] * 4
-    assert gpu_pool.daemon.pool()["holders"] == []
 
 
 def test_a_guaranteed_session_names_slots_where_clones_stand_for_them(gpu_pool: GpuPool) -> None:

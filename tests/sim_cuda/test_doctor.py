@@ -12,9 +12,9 @@ from simulated_gpu import SimulatedMachine
 Findings = dict[str, dict[str, str]]
 
 
-def _doctor(directory: Path, *arguments: str, **environment: str) -> tuple[int, Findings]:
-    """On this machine."""
-    ended = mambapool("doctor", "--dir", str(directory), "--json", *arguments, **environment)
+def _doctor(directory: Path, *arguments: str) -> tuple[int, Findings]:
+    """On this machine, with its GPUs hidden."""
+    ended = mambapool("doctor", "--dir", str(directory), "--json", *arguments, CUDA_VISIBLE_DEVICES="-1")
     assert not ended.stderr, ended.stderr
     return ended.returncode, _findings(ended.stdout)
 
@@ -61,15 +61,15 @@ def test_what_will_not_work_is_status_1(
 
 
 def test_without_a_gpu_the_host_is_looked_at_all_the_same(runtime_dir: Path) -> None:
-    status, found = _doctor(runtime_dir, CUDA_VISIBLE_DEVICES="-1")
+    status, found = _doctor(runtime_dir)
     assert (status, found["GPU"]["state"]) == (0, "note")
     host = ("versions", "runtime directory", "record locks", "SO_PEERPIDFD", "file descriptors", "host memory")
     assert all(what in found for what in host)
     assert found["record locks"]["state"] == "good"
-    assert _doctor(runtime_dir, "--device", "cuda", CUDA_VISIBLE_DEVICES="-1")[0] == 1
+    assert _doctor(runtime_dir, "--device", "cuda")[0] == 1
 
 
 def test_a_directory_that_cannot_be_used_is_status_1(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    status, found = _doctor(tmp_path / "file", CUDA_VISIBLE_DEVICES="-1")
+    status, found = _doctor(tmp_path / "file")
     assert (status, found["runtime directory"]["state"]) == (1, "bad")

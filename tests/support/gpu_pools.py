@@ -48,12 +48,12 @@ class Gpu:
             cuda.call("cuMemsetD8Async", layer.data_ptr(), value, layer.nbytes, stream)
     def synchronize(self):
         cuda.call("cuCtxSynchronize")
-def device_ids(*ids):
+def device_ids(*ids, ordinal=0):
     "An int64 tensor on the device that is no slot tensor, as an engine's clone of one."
     from mambapool.pool.cuda_memory import allocate
     content = b"".join(i.to_bytes(8, "little", signed=True) for i in ids)
-    memory = allocate(cuda.primary_context(cuda.visible_devices()[0]), content)
-    return cuda_tensors.wrap(memory.address, memory.size_bytes, 0, memory).view(torch.int64)
+    memory = allocate(cuda.primary_context(cuda.visible_devices()[ordinal]), content)
+    return cuda_tensors.wrap(memory.address, memory.size_bytes, ordinal, memory).view(torch.int64)
 def bytes_of(rows):
     return set(rows.contiguous().view(torch.uint8).flatten().tolist())
 """
