@@ -6,7 +6,6 @@ import contextlib
 import operator
 import struct
 import threading
-import time
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -17,8 +16,9 @@ from mambapool.client.posted import Posted
 from mambapool.client.record import HELD, Record
 from mambapool.client.slot_tensors import SlotTensors
 from mambapool.client.transport import Transport
+from mambapool.client.turn import Turn
 from mambapool.pool import protocol
-from mambapool.pool.errors import AllocatorUnavailable, MambaPoolError, PoolLost
+from mambapool.pool.errors import MambaPoolError, PoolLost
 from mambapool.pool.index_tensors import slot_ids
 from mambapool.pool.slot_table import H_DONE, H_FREE_COUNT, H_LOST, H_SEQ, H_WAITING, S_APPLIED
 
@@ -36,6 +36,8 @@ class SlotAllocator:
 
     #: Whether slots are offered by :meth:`offer_later`, when a GPU is done with them.
     offers_later = False
+    #: Whether what is freed inside a window goes along with the next message, and nowhere else.
+    _collects = True
 
     def __init__(
         self,
@@ -78,7 +80,7 @@ class SlotAllocator:
         # One call at a time changes what the allocator is asked for; the other lock guards the record and
         # is held for microseconds, so that free() never waits for a call. What is posted is numbered under the
         # other lock too: the allocator then sees frees and clears in the order in which the record did.
-        self._calls = _Turn(transport)
+        self._calls = Turn(transport)
         self._lock = threading.Lock()
         self._unusable: MambaPoolError | None = None
 
@@ -133,6 +135,8 @@ class SlotAllocator:
             else:
                 self._marks[slot] = 1
                 return self._cached[slot]
+            if self._collects and timeout is None and tag is None:
+                return self._alloc_one()
         return self._alloc_by_message(need_size, timeout, tag)
 
     def alloc_group_begin(self, num_reqs: SupportsIndex, partial: bool = False, tag: str | None = None) -> None:
@@ -170,7 +174,18 @@ class SlotAllocator:
         Values are taken as they are at the call. Empty ones do nothing. A free that the allocator refuses is
         raised at this client's next call. ``after`` is for GPUs: memory of the host has no work under way.
         """
-        slot = self._slot_by_id.get(id(free_index)) or self._slot_of(free_index)
+        slot = self._slot_by_id.get(id(free_index), 0)
+        if slot and self._window_open and self._collects and not self._refusals:
+            # What an engine frees most. Without the lock, which takes longer than all of this: each step is one that
+            # the GIL makes whole. If two threads free the same slot at once, the allocator finds it.
+            marks = self._marks
+            if marks[slot] == HELD:
+                marks[slot] = 0
+                self._freed_inside.append(slot)
+                if not self._window_open:
+                    self._leave_late()  # what closed the window may not have seen it
+                return
+        slot = slot or self._slot_of(free_index)
         slots = [slot] if slot > 0 else slot_ids(free_index, size=self._largest_id(), what="free")
         if self._unusable is not None or self._refusals:
             self._check_usable()
@@ -195,10 +210,11 @@ class SlotAllocator:
             self._check_usable()
             unused = drain(self._window)
             with self._lock:
-                count = self._record.clear() + len(self._freed_inside) + len(unused)
-                self._posted.append(protocol.CLEAR, None, count)
-                self._freed_inside = []
                 self._window_open = False
+                freed = len(self._freed_inside)
+                count = self._record.clear() + freed + len(unused)
+                self._posted.append(protocol.CLEAR, None, count)
+                del self._freed_inside[:freed]
                 self._clears += 1
             self._transport.flush()
 
@@ -212,8 +228,9 @@ class SlotAllocator:
         self._unusable = reason
         self._careful = True
         self._window = []
+        self._window_open = False
         # In a forked child the old one may be held by a thread that exists in the parent only.
-        self._calls = _Turn(self._transport)
+        self._calls = Turn(self._transport)
 
     def hold(self, slots: list[int]) -> torch.Tensor:
         """These became this client's by a transfer: as the tensor that ``alloc`` would return."""
@@ -249,12 +266,37 @@ class SlotAllocator:
             return self._alloc_in_turn(count, timeout, tag)
         with self._calls:
             self._check_usable()
-            if count == 0:
-                return self._tensors.copy_of([])
-            if count > self.size:
-                return None
+            if not 0 < count <= self.size:
+                return None if count else self._tensors.copy_of([])
             reply = self._ask(protocol.ALLOC, self._take_freed(), count, False, *tagged(tag))
             return self._granted(reply)
+
+    def _alloc_one(self) -> torch.Tensor | None:
+        """:meth:`_alloc_by_message` of one, in as few steps as there are: it is what most messages are for."""
+        turn = self._calls
+        if turn.lock.acquire(blocking=False):
+            deadline = None
+        else:
+            turn.take()
+            deadline = turn.deadline
+        try:
+            if self._unusable is not None or self._refusals or self._table_items[H_LOST]:
+                self._check_usable()
+            carried = self._take_freed() if self._freed_inside else None
+            frees = None if carried is None else carried.argument
+            reply = self._transport.call(protocol.ALLOC, 1, frees, False, frees=carried, deadline=deadline)
+            if self._refusals:
+                self._take_back_grant(reply)
+            if reply[2] == protocol.NONE:
+                return None
+            slot = reply[3]
+            if type(slot) is not int:
+                return self._granted(reply)
+            self._marks[slot] = 1
+            tensor = self._cached[slot]
+            return self._tensors.get(slot) if tensor is None else tensor
+        finally:
+            turn.lock.release()
 
     def _alloc_in_turn(self, count: int, timeout: float, tag: str | None) -> torch.Tensor | None:
         """Not under the lock of calls: other threads free, and so on, while this one waits."""
@@ -295,10 +337,13 @@ class SlotAllocator:
         frees = None if carried is None else carried.argument
         reply = self._transport.call(op, count, frees, *more, frees=carried, deadline=self._calls.deadline)
         if self._refusals:
-            # As if this call had not been made: what it was granted is given back.
-            self._transport.post(protocol.CANCEL, reply[0], 0)
-            self._check_usable()
+            self._take_back_grant(reply)
         return reply
+
+    def _take_back_grant(self, reply: list[Any]) -> None:
+        """The allocator refused something before: as if this call had not been made."""
+        self._transport.post(protocol.CANCEL, reply[0], 0)
+        self._check_usable()
 
     def _end(self) -> None:
         if self._window_open:
@@ -331,22 +376,33 @@ class SlotAllocator:
         # Taken one by one: a thread in alloc(1) may still have the list, and each pop goes to one of us.
         unused = drain(self._window)
         with self._lock:
-            self._freed_inside += unused
+            # In this order: see free().
             self._window_open = False
+            self._freed_inside += unused
             return self._post_freed(op)
 
     def _post_freed(self, op: int) -> Posted | None:
         """Number what was freed inside the window, to be sent; under the lock of the record."""
-        freed = self._freed_inside
+        # Never another list: a thread in free() may be about to append to this one.
+        freed = self._freed_inside[:]
         if not freed and op == protocol.FREE:
             return None
         posted = self._posted.append(op, packed(freed) if freed else None, len(freed))
-        self._freed_inside = []
+        del self._freed_inside[: len(freed)]
         return posted
+
+    def _leave_late(self) -> None:
+        """Post what was freed inside a window that another thread has closed meanwhile."""
+        with self._lock:
+            if not self._window_open:
+                self._post_freed(protocol.FREE)
+        self._transport.flush()
 
     def _open_window(self, reply: list[Any]) -> None:
         """What a BEGIN was granted is what alloc(1) hands out from now on."""
-        slots = protocol.unpack_ids(reply[3]).tolist()
+        ids = reply[3]
+        # Little-endian, as every machine that this runs on; without numpy, whose caches are cold here.
+        slots = [ids] if type(ids) is int else memoryview(ids).cast("i").tolist()
         self._tensors.make(slots)
         slots.reverse()
         with self._lock:
@@ -393,30 +449,6 @@ class SlotAllocator:
         if self._refusals:
             with contextlib.suppress(IndexError):  # another thread raises it
                 raise self._refusals.pop(0)
-
-
-class _Turn:
-    """One call at a time. Who waits for longer than the timeout is told so, as if by a silent allocator."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-        self._lock = threading.Lock()
-        #: When the call that has its turn is out of time: waiting for the turn counts.
-        self.deadline = 0.0
-
-    def __enter__(self) -> None:
-        timeout = self._transport.timeout
-        deadline = time.monotonic() + timeout
-        # Without a timeout first: that is ten times faster where nobody has it.
-        if not self._lock.acquire(blocking=False) and not self._lock.acquire(timeout=timeout):
-            raise AllocatorUnavailable(
-                f"the allocator of {self._transport.directory.path} is not available: another thread's call "
-                f"waited for it for {timeout:g} s"
-            )
-        self.deadline = deadline
-
-    def __exit__(self, *_error: object) -> None:
-        self._lock.release()
 
 
 def whole_number(value: SupportsIndex) -> int:

@@ -53,10 +53,10 @@ class Connection:
         self.ended: str | None = None
         #: Called once, with the reason, when the pool's memory is lost or the allocator ended the session.
         self.on_end: Callable[[MambaPoolError], None] | None = None
-        self.last_sent = time.monotonic()
+        self.pack = protocol.packer()
+        #: Id of the last request.
+        self.last_request = 0
         self._hello = hello
-        self._pack = protocol.packer()
-        self._last_request = 0
         self._closed_requests: list[int] = []
         self._table: SlotTableReader | None = None
         self.dealer = Dealer(directory)
@@ -86,8 +86,8 @@ class Connection:
         return self.attached and self.table.epoch == self.epoch
 
     def new_request(self) -> int:
-        self._last_request += 1
-        return self._last_request
+        self.last_request += 1
+        return self.last_request
 
     def close_request(self, request_id: int) -> None:
         """Nobody waits for its reply any more: the allocator may forget it.
@@ -111,7 +111,7 @@ class Connection:
         self.send_posted(before)
         oldest = min(request_id, *self.waiting) if self.waiting else request_id
         header = (op, self.number, request_id, self.epoch, number, oldest)
-        sent = self._send(self._pack((*header, *arguments)))
+        sent = self._send(self.pack((*header, *arguments)))
         if sent and frees is not None and self.posted.sent == before:
             self.posted.sent = number
         return sent
@@ -124,7 +124,7 @@ class Connection:
             if message.number > up_to:
                 break
             header = (message.op, self.number, 0, self.epoch, message.number, 0)
-            if not self._send(self._pack((*header, message.argument))):
+            if not self._send(self.pack((*header, message.argument))):
                 return False
             self.posted.sent = message.number
         return True
@@ -132,7 +132,7 @@ class Connection:
     def ping(self) -> None:
         """Say that we live."""
         header = (protocol.PING, self.number, 0, self.epoch, self.posted.sent, 0)
-        if self._send(self._pack(header)):
+        if self._send(self.pack(header)):
             self.messages -= 1  # not one that a call costs
 
     def receive(self, request_id: int, deadline: float) -> list[Any] | None:
@@ -147,20 +147,20 @@ class Connection:
                     raise self.unavailable(f"no answer within {self.timeout:g} s")
                 if now >= repeat_at or (self._table is not None and self._table.epoch != self.epoch):
                     return None
-            elif (reply := self._take(body, request_id)) is not None:
+            elif (reply := self.take(body, request_id)) is not None:
                 return reply
 
     def drain(self) -> None:
         """Take what has come, without waiting."""
         while (body := self.dealer.receive_now()) is not None:
-            self._take(body, 0)
+            self.take(body, 0)
 
     def drain_ready(self) -> None:
         """The same, for a socket on which most often one message has come."""
         while self.dealer.has_message():
             body = self.dealer.receive_now()
             if body is not None:
-                self._take(body, 0)
+                self.take(body, 0)
 
     def attach_again(self, deadline: float) -> None:
         """Say HELLO again, as the same session; what was lost on the way is sent again."""
@@ -212,10 +212,9 @@ class Connection:
         if not self.dealer.send(body):
             return False
         self.messages += 1
-        self.last_sent = time.monotonic()
         return True
 
-    def _take(self, body: bytes, request_id: int) -> list[Any] | None:
+    def take(self, body: bytes, request_id: int) -> list[Any] | None:
         """The message if it answers that request. What others wait for and notices are noted, the rest dropped."""
         try:
             message = parse_reply(body)
@@ -245,7 +244,7 @@ class Connection:
         reply = None
         while reply is None:
             self._connect_lease()
-            self._send(self._pack((protocol.HELLO, 0, request_id, 0, 0, 0, fields)))
+            self._send(self.pack((protocol.HELLO, 0, request_id, 0, 0, 0, fields)))
             reply = self.receive(request_id, deadline)
             if reply is None and self._table is None and self.refusals:
                 raise self.refusals.pop(0)  # nothing but HELLO was sent: it could not be read, its id neither

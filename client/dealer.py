@@ -57,6 +57,14 @@ class Dealer:
             return False
         return True
 
+    def exchange(self, body: bytes) -> bytes | None:
+        """:meth:`send`, then :meth:`receive`, in one step; None when the pipe is full, too."""
+        try:
+            BackendSocket.send(self._socket, body, _NOBLOCK)
+            return BackendSocket.recv(self._socket)
+        except zmq.Again:
+            return None
+
     def receive(self) -> bytes | None:
         """The next message, or None when none came for a moment."""
         try:

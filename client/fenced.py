@@ -28,6 +28,7 @@ class Fenced(SlotAllocator):
     """What both allocators of a GPU have in common. Neither ``alloc(1)`` nor ``free`` waits for the device."""
 
     offers_later = True
+    _collects = False
 
     def __init__(
         self,

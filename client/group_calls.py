@@ -34,6 +34,8 @@ class GroupCalls(SlotAllocator):
     others :class:`~mambapool.pool.errors.GroupBroken`.
     """
 
+    _collects = False
+
     def __init__(self, transport: Transport, device: torch.device | str, group: Group, **options: Any) -> None:
         super().__init__(transport, device, **options)
         self._group = group

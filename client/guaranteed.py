@@ -26,6 +26,8 @@ class GuaranteedAllocator(SlotAllocator):
     by a transfer are on top of the guarantee: freeing them gives them back to the pool.
     """
 
+    _collects = False
+
     def __init__(
         self,
         transport: Transport,

@@ -9,12 +9,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgpack
+import numpy as np
+
 from mambapool.pool import protocol
 from mambapool.pool.errors import ProtocolError
 from mambapool.pool.protocol import MAX_NUMBER, OK
 
 #: Operations whose OK brings ids.
 _GRANTING = frozenset((protocol.ALLOC, protocol.BEGIN, protocol.ACCEPT))
+
+_unpack = msgpack.unpackb
+
+_ONE = np.uint32(1)
+#: Up to here Python compares faster than numpy is called.
+_LOOKED_AT_ONE_BY_ONE = 128
 
 _NUMBERS = ("session", "row", "applied", "slots", "limit", "guarantee")
 
@@ -38,20 +47,50 @@ def parse_reply(body: bytes, max_items: int | None = None) -> list[Any]:
     return reply
 
 
+def plain_grant(body: bytes, request_id: int) -> list[Any] | None:
+    """The reply if it says OK, with one value, to that request: what most say. None for all else.
+
+    What :func:`parse_reply` says of it, in one function; whether the value is ids is for :func:`check_form`.
+    """
+    try:
+        reply = _unpack(body, max_array_len=4, max_map_len=0)
+    except (ValueError, TypeError):
+        return None
+    if type(reply) is not list or len(reply) != 4:
+        return None
+    known, epoch, status, _ = reply
+    if (
+        known == request_id
+        and status == OK
+        and type(known) is type(epoch) is type(status) is int
+        and 0 <= epoch < MAX_NUMBER
+    ):
+        return reply
+    return None
+
+
 def check_form(op: int, reply: list[Any], slots: int) -> None:
     """Raise unless it grants slots of a pool of so many, grants nothing, or refuses as the protocol says."""
     status = reply[2]
     if status == OK and op in _GRANTING:
         ids = reply[3] if len(reply) == 4 else None
         if type(ids) is bytes and ids and not len(ids) % 4:
-            listed = memoryview(ids).cast("i")  # little-endian, as every machine that this runs on
-            granted = min(listed) > 0 and max(listed) <= slots
+            granted = _are_slots(ids, slots)
         else:
             granted = type(ids) is int and 0 < ids <= slots
         if not granted:
             raise ProtocolError(f"the allocator granted something else than slots from 1 to {slots}")
     elif status > protocol.NONE and not protocol.is_refusal(reply[2:]):
         raise protocol.error_from(reply[2:])
+
+
+def _are_slots(ids: bytes, slots: int) -> bool:
+    """Whether these little-endian int32 are all from 1 to ``slots``."""
+    if len(ids) <= 4 * _LOOKED_AT_ONE_BY_ONE:
+        listed = memoryview(ids).cast("i").tolist()  # little-endian, as every machine that this runs on
+        return min(listed) > 0 and max(listed) <= slots
+    # As unsigned, and one less: 0 and what is negative become larger than all others.
+    return bool((np.frombuffer(ids, np.uint32) - _ONE).max() < slots)
 
 
 def session_of(reply: list[Any]) -> dict[str, Any]:

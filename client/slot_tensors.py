@@ -32,6 +32,8 @@ class SlotTensors:
         self.cached: list[torch.Tensor | None] = [None] * values.numel()
         #: By ``id()`` of these tensors, which live as long as this does: three times faster than their addresses.
         self.slot_by_id: dict[int, int] = {}
+        #: How many are not made yet, that of the reserved row not counted.
+        self._missing = values.numel() - 1
 
     def copy_of(self, slots: Sequence[int] | npt.NDArray[np.integer[Any]]) -> torch.Tensor:
         """A new int64 tensor of these slots, on the device."""
@@ -48,12 +50,15 @@ class SlotTensors:
 
     def make(self, slots: Iterable[int]) -> None:
         """See to it that these slots' tensors are in :attr:`cached`."""
+        if not self._missing:
+            return
         cached = self.cached
         strided = self._all.as_strided
         for slot in slots:
             if cached[slot] is None:
                 tensor = cached[slot] = strided((1,), (1,), slot)
                 self.slot_by_id[id(tensor)] = slot
+                self._missing -= 1
 
     def slot_at(self, address: int) -> int:
         """The slot whose element lies at that address, -1 if it is none of these."""

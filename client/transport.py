@@ -11,13 +11,15 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from mambapool.client.connection import REPEAT_S, Connection
+from mambapool.client.dealer import LOOK_MS
 from mambapool.client.posted import Posted
+from mambapool.client.replies import plain_grant
 from mambapool.pool import protocol
 from mambapool.pool.errors import MambaPoolError
 from mambapool.pool.runtime_dir import RuntimeDir
@@ -52,6 +54,7 @@ class Transport:
         #: What the allocator told of the session and its pool.
         self.session = self.connection.session
         self.number = self.connection.number
+        self._slots: int = self.session["slots"]
         self.table = self.connection.table
         self.posted = self.connection.posted
         self.refusals = self.connection.refusals
@@ -66,6 +69,9 @@ class Transport:
         self.forked = False
         #: A kept request that was given up while nobody answered.
         self._unresolved = 0
+        #: Since when nothing was sent, as the background thread sees it: so no call has to look at the clock.
+        self.quiet_since = time.monotonic()
+        self._messages_seen = 0
 
     @property
     def messages(self) -> int:
@@ -82,18 +88,57 @@ class Transport:
         waiting for other threads' calls included; what the request was granted meanwhile is given back by a
         CANCEL.
         """
-        deadline = self._deadline() if deadline is None else deadline
-        with self._turn() as connection:
-            request_id = connection.new_request()
-            try:
-                reply = self._exchange(request_id, op, arguments, frees, deadline)
-            except BaseException:  # Ctrl-C too: whatever ends the wait, nobody takes the answer any more
-                if op in protocol.CANCELLED_OPS:
-                    self.posted.append(protocol.CANCEL, request_id, 0)
-                raise
-            finally:
-                if connection.waiting:
-                    connection.close_request(request_id)
+        # What most calls need is in this function, and no clock: each step more is felt, with the caches cold.
+        lock = self.lock
+        if not lock.acquire(blocking=False):
+            self.take()
+        elif self.closed:
+            self._refuse_closed()
+        request_id = 0
+        try:
+            connection = self.connection
+            posted = self.posted
+            number = posted.last if frees is None else frees.number
+            before = number if frees is None else number - 1
+            request_id = connection.last_request = connection.last_request + 1
+            if posted.sent == before and connection.attached and not connection.waiting:
+                # Nothing else is under way: the answer is the next thing that comes.
+                header = (op, self.number, request_id, connection.epoch, number, request_id)
+                body = connection.dealer.exchange(connection.pack(header + arguments))
+                connection.messages += 1
+                posted.sent = number
+                if body is None:
+                    deadline = self._deadline() - LOOK_MS / 1e3 if deadline is None else deadline
+                    self._check_waited(deadline, f"no answer within {self.timeout:g} s")
+                    reply = None
+                else:
+                    reply = plain_grant(body, request_id) or connection.take(body, request_id)
+            else:
+                self._transmit(request_id, op, arguments, frees, deadline)
+                reply = None
+            if reply is None or reply[2] > protocol.NONE:
+                deadline = self._deadline() if deadline is None else deadline
+                reply = self._await_reply(request_id, op, arguments, frees, deadline, reply)
+            elif posted.queue:
+                # What went before is applied: else the answer were another one.
+                posted.forget_applied(number)
+        except BaseException:  # Ctrl-C too: whatever ends the wait, nobody takes the answer any more
+            if request_id and op in protocol.CANCELLED_OPS:
+                self.posted.append(protocol.CANCEL, request_id, 0)
+            raise
+        finally:
+            if self.connection.waiting:
+                self.connection.close_request(request_id)
+            lock.release()
+            if self.closed or self.wanted or self.posted.sent != self.posted.last:
+                self._after_use()
+        if (
+            reply[2] == protocol.OK
+            and len(reply) == 4
+            and type(slot := reply[3]) is int
+            and 0 < slot <= self._slots
+        ):
+            return reply
         return self._checked(op, reply)
 
     def call_and_wait(
@@ -218,7 +263,11 @@ class Transport:
                 self.wanted = True
                 with contextlib.suppress(MambaPoolError):
                     connection.attach_again(time.monotonic() + _TICK_WAITS_S)
-            elif time.monotonic() - connection.last_sent > PING_S:
+            elif connection.messages != self._messages_seen:
+                self._messages_seen = connection.messages
+                self.quiet_since = time.monotonic()
+            elif time.monotonic() - self.quiet_since > PING_S:
+                self.quiet_since = time.monotonic()
                 self.wanted = True
                 connection.ping()
         finally:
@@ -268,13 +317,19 @@ class Transport:
         if not self.lock.acquire(blocking=False) and not self.lock.acquire(timeout=self.timeout):
             raise self.connection.unavailable(f"another thread waited for it for {self.timeout:g} s")
         if self.closed:
-            self.let_go()
-            raise self.connection.unavailable("this client was closed")
+            self._refuse_closed()
         return self.connection
+
+    def _refuse_closed(self) -> NoReturn:
+        self.let_go()
+        raise self.connection.unavailable("this client was closed")
 
     def let_go(self) -> None:
         """What others posted meanwhile is sent now."""
         self.lock.release()
+        self._after_use()
+
+    def _after_use(self) -> None:
         self._abandon_if_closed()
         if self.wanted or self.posted.sent != self.posted.last:
             self.flush()
@@ -283,12 +338,30 @@ class Transport:
         self, request_id: int, op: int, arguments: tuple[Any, ...], frees: Posted | None, deadline: float
     ) -> list[Any]:
         """Send until there is a reply; the allocator answers a repeat with the same one."""
+        self._transmit(request_id, op, arguments, frees, deadline)
+        return self._await_reply(request_id, op, arguments, frees, deadline, None)
+
+    def _transmit(
+        self, request_id: int, op: int, arguments: tuple[Any, ...], frees: Posted | None, deadline: float | None
+    ) -> None:
+        if not self.connection.attached:
+            self.connection.attach_again(self._deadline() if deadline is None else deadline)
+        self.connection.transmit(request_id, op, arguments, frees)
+
+    def _await_reply(
+        self,
+        request_id: int,
+        op: int,
+        arguments: tuple[Any, ...],
+        frees: Posted | None,
+        deadline: float,
+        reply: list[Any] | None,
+    ) -> list[Any]:
+        """Until there is an answer to what was sent; ``reply`` is what has come for it already."""
         connection = self.connection
-        if not connection.attached:
-            connection.attach_again(deadline)
         while True:
-            connection.transmit(request_id, op, arguments, frees)
-            reply = connection.receive(request_id, deadline)
+            if reply is None:
+                reply = connection.receive(request_id, deadline)
             if reply is None:
                 if not connection.is_known:
                     connection.attach_again(deadline)
@@ -303,6 +376,8 @@ class Transport:
             # Whoever answers each time, and never with an answer, is not waited for any longer.
             if time.monotonic() >= deadline:
                 raise connection.unavailable(f"no answer within {self.timeout:g} s")
+            connection.transmit(request_id, op, arguments, frees)
+            reply = None
 
     def _await_turn(
         self, request_id: int, op: int, arguments: tuple[Any, ...], frees: Posted | None, deadline: float

@@ -18,6 +18,7 @@ from mambapool.service.attach import AttachRequest, PeerAddress, check_peer
 from mambapool.service.audit import snapshot
 from mambapool.service.grant_notes import forget_what_was_freed
 from mambapool.service.one_slot import OneSlot
+from mambapool.service.plain_batches import PlainBatches
 from mambapool.service.pools import Pool
 from mambapool.service.posted import PostedMessages
 from mambapool.service.registry import Registry
@@ -43,7 +44,10 @@ class Dispatcher:
         self._turns = Turns(self.replies, self._greeting)
         self._requests = Requests(self.replies, self._turns)
         self._posted = PostedMessages(self.replies, self._turns)
-        self._one_slot = OneSlot(epoch, registry.sessions, self.replies.pack).answer
+        several = PlainBatches(epoch, registry.sessions, self.replies.pack)
+        #: ``(identity, body, now)`` of what comes most and is plain: the reply, ``b""`` where there is none to send.
+        #: None, and nothing is changed, for all else.
+        self.handle_plain = OneSlot(epoch, registry.sessions, self.replies.pack, several.answer).answer
         self._without_session = {
             protocol.HELLO: self._hello,
             protocol.STATUS: self._status,
@@ -61,9 +65,13 @@ class Dispatcher:
 
         ``now`` is the monotonic clock in seconds.
         """
-        reply = self._one_slot(identity, body, now)
-        if reply is not None:
-            return reply or None
+        reply = self.handle_plain(identity, body, now)
+        if reply is None:
+            return self.handle_any(identity, body, peer, now)
+        return reply or None
+
+    def handle_any(self, identity: bytes, body: bytes, peer: PeerAddress, now: float) -> bytes | None:
+        """:meth:`handle` without a look whether it is plain."""
         request_id: object = 0
         try:
             message = protocol.unpack(body, self.registry.max_body_bytes)

@@ -36,7 +36,7 @@ class FaultyPool(Pool):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.one_slot = None  # every grant comes by grant()
+        self.one_slot = self.batches = None  # every grant comes by grant()
 
     def grant(self, session: Session, count: int, request_id: int) -> int | Ids | None:
         granted = super().grant(session, count, request_id)
@@ -54,8 +54,9 @@ class FaultyPool(Pool):
         _log.warning("fault: slot %d of session %d goes to session %d too", slot, others[0].number, session.number)
         if isinstance(granted, int):
             return slot
-        granted[0] = slot
-        return granted
+        changed = granted.copy()
+        changed[0] = slot
+        return changed
 
     def lose_slot(self, _session: Session, granted: int | Ids) -> int | Ids:
         self.grants_until_fault = 2**62

@@ -23,6 +23,8 @@ from mambapool.pool.errors import DoubleFree, DuplicateSlot, NotHolder, Reserved
 
 Ids: TypeAlias = npt.NDArray[np.int32]
 Generations: TypeAlias = npt.NDArray[np.uint64]
+#: Ids to go through: few as a list, many as numpy indexes with them, which makes this of any other array, each time.
+Index: TypeAlias = list[int] | npt.NDArray[np.intp]
 
 #: Added to the holder's number while a slot is offered to somebody: still the giver's, but not to be freed.
 OFFERED = 1 << 30
@@ -46,6 +48,8 @@ class Ledger:
         self._ring: Ids = np.arange(1, slots + 1, dtype=np.int32)
         self._head = 0
         self._state = np.full(slots + 1, -1, np.int32)
+        #: What freed slots of one batch are marked with.
+        self._stamps = np.arange(-1, -1 - slots, -1, dtype=np.int32)
         # Scalars through memoryviews of the same arrays: numpy's own scalar indexing is three times slower.
         self._ring_items = self._ring.data
         self._state_items = self._state.data
@@ -111,23 +115,38 @@ class Ledger:
 
         Returns the ids and the generation of each.
         """
+        taken = self.take_packed(count, holder)
+        return None if taken is None else (np.frombuffer(taken[0], np.int32), np.array(taken[2], np.uint64))
+
+    def take_packed(self, count: int, holder: int) -> tuple[bytes, Index, list[int] | Generations] | None:
+        """:meth:`take`: the ids as a message and the slot table carry them, the same as an index, generations."""
         if count > self.free_count:
             return None
+        # Bytes, and one index for all that follows: a call of numpy costs more than its work at these lengths.
+        ring = self._ring_items
         end = self._head + count
         if end <= self.slots:
-            ids = self._ring[self._head : end].copy()
+            packed = ring[self._head : end].tobytes()
         else:
             end -= self.slots
-            ids = np.concatenate((self._ring[self._head :], self._ring[:end]))
+            packed = ring[self._head :].tobytes() + ring[:end].tobytes()
         self._head = end if end < self.slots else end - self.slots
         self.free_count -= count
-        # Every index array is made an intp one anyway: once is cheaper than three times.
-        index = ids.astype(np.intp)
+        if count <= SMALL_BATCH:
+            state, counts = self._state_items, self._generation_items
+            ids = memoryview(packed).cast("i").tolist()
+            handed_out = []
+            for slot in ids:
+                state[slot] = holder
+                counts[slot] = generation = counts[slot] + 1
+                handed_out.append(generation)
+            return packed, ids, handed_out
+        index = np.frombuffer(packed, np.int32).astype(np.intp)
         self._state[index] = holder
         generations = self.generation.take(index)
         generations += _ONE
         self.generation[index] = generations
-        return ids, generations
+        return packed, index, generations
 
     def give_back_one(self, slot: int, holder: int) -> None:
         """Append one slot of ``holder`` to the tail."""
@@ -159,11 +178,31 @@ class Ledger:
 
     def give_back(self, ids: Ids, holder: int) -> None:
         """Append ``ids``, all of ``holder``, each once, to the tail in the order given."""
-        if len(ids) <= SMALL_BATCH:
-            self._mark_few_free(ids.tolist(), holder)
+        self.give_back_packed(ids.tobytes(), holder)
+
+    def give_back_packed(self, packed: bytes, holder: int) -> Index:
+        """:meth:`give_back` of little-endian int32, as a message carries them; returns them as an index."""
+        count = len(packed) // 4
+        index: Index
+        if count <= SMALL_BATCH:
+            index = memoryview(packed).cast("i").tolist()
+            self._mark_few_free(index, holder)
         else:
-            self._mark_many_free(ids, holder)
-        self._append(ids)
+            index = self._mark_many_free(packed, count, holder)
+        ring = self._ring_items
+        tail = self._head + self.free_count
+        if tail >= self.slots:
+            tail -= self.slots
+        cut = self.slots - tail
+        ids = memoryview(packed).cast("i")
+        if count <= cut:
+            ring[tail : tail + count] = ids
+        else:
+            ring[tail:] = ids[:cut]
+            ring[: count - cut] = ids[cut:]
+        self.free_count += count
+        self.next_order += count
+        return index
 
     def release(self, holder: int) -> Ids:
         """Free everything of ``holder`` and return it. When that leaves every slot free, the list is 1..N."""
@@ -216,20 +255,23 @@ class Ledger:
                 self._refuse(ids, holder)
             state[slot] = -1
 
-    def _mark_many_free(self, ids: Ids, holder: int) -> None:
-        count = len(ids)
+    def _mark_many_free(self, packed: bytes, count: int, holder: int) -> npt.NDArray[np.intp]:
         # As unsigned, so that negative ids are out of range instead of counting from the end.
-        if count > self.slots or int(ids.view(np.uint32).max()) > self.slots:
-            self._refuse(ids.tolist(), holder)
-        index = ids.astype(np.intp)
-        # Comparing bytes costs a quarter of comparing arrays at these lengths.
-        if self._state.take(index).tobytes() != holder.to_bytes(4, sys.byteorder) * count:
-            self._refuse(ids.tolist(), holder)
-        stamps = np.arange(-1, -1 - count, -1, dtype=np.int32)
-        self._state[index] = stamps
-        if self._state.take(index).tobytes() != stamps.tobytes():
-            self._state[index] = holder
-            self._refuse(ids.tolist(), holder)
+        index = np.frombuffer(packed, np.uint32).astype(np.intp)
+        state = self._state
+        try:
+            # Comparing bytes costs a quarter of comparing arrays at these lengths.
+            whose = state.take(index).tobytes()
+        except IndexError:
+            whose = b""
+        if count > self.slots or whose != holder.to_bytes(4, sys.byteorder) * count:
+            self._refuse(np.frombuffer(packed, np.int32).tolist(), holder)
+        stamps = self._stamps[:count]
+        state[index] = stamps
+        if state.take(index).tobytes() != stamps.tobytes():
+            state[index] = holder
+            self._refuse(np.frombuffer(packed, np.int32).tolist(), holder)
+        return index
 
     def _append(self, ids: Ids) -> None:
         tail = self._head + self.free_count

@@ -31,12 +31,15 @@ class OneSlotCommits:
         self._request = layout.field(st.REQUEST)
         self._generation = layout.field(st.GENERATION)
         self._order = layout.field(st.ORDER)
+        self._applied = layout.session(0) + st.S_APPLIED
 
-    def grant(self, slot: int, generation: int, owner: int, request: int, free_count: int) -> None:
-        """``slot`` belongs to ``owner`` (an owner word) by ``request``."""
+    def grant(self, slot: int, holder: int, request: int, free_count: int) -> None:
+        """``slot`` belongs to session number ``holder`` by ``request``."""
+        items = self._items
+        generation = items[self._generation + slot] + 1
+        owner = holder << 8 | st.HELD
         end = self._record + 7
         _put_part(self._map, self._record_byte, end, free_count, GRANT_ONE, owner, request, slot, generation)
-        items = self._items
         sequence = items[st.H_SEQ] + 1
         items[st.H_SEQ] = sequence
         items[self._request + slot] = request
@@ -45,32 +48,28 @@ class OneSlotCommits:
         items[st.H_FREE_COUNT] = free_count
         items[st.H_DONE] = sequence
 
-    def free(self, slot: int, order: int, applied_address: int, applied: int, free_count: int) -> None:
-        """``slot`` is free, the ``order``-th to be so; its session's applied word is ``applied``."""
+    def free(self, slot: int, order: int, row: int, applied: int, free_count: int) -> None:
+        """``slot`` is free, the ``order``-th to be so; the applied word of the session in ``row`` is ``applied``."""
+        address = self._applied + row * st.SESSION_WORDS
         end = self._record + 7
-        _put_part(self._map, self._record_byte, end, free_count, FREE_ONE, order, applied_address, applied, slot)
+        _put_part(self._map, self._record_byte, end, free_count, FREE_ONE, order, address, applied, slot)
         items = self._items
         sequence = items[st.H_SEQ] + 1
         items[st.H_SEQ] = sequence
         items[self._order + slot] = order
         items[self._owner + slot] = 0
-        items[applied_address] = applied
+        items[address] = applied
         items[st.H_FREE_COUNT] = free_count
         items[st.H_DONE] = sequence
 
     def swap(
-        self,
-        freed: int,
-        order: int,
-        applied_address: int,
-        applied: int,
-        slot: int,
-        generation: int,
-        owner: int,
-        request: int,
-        free_count: int,
+        self, freed: int, order: int, row: int, applied: int, slot: int, holder: int, request: int, free_count: int
     ) -> None:
         """:meth:`free` of ``freed``, then :meth:`grant` of ``slot``, which may be the same, in one commit."""
+        items = self._items
+        generation = items[self._generation + slot] + 1
+        owner = holder << 8 | st.HELD
+        address = self._applied + row * st.SESSION_WORDS
         _put_both(
             self._map,
             self._record_byte,
@@ -78,7 +77,7 @@ class OneSlotCommits:
             free_count,
             FREE_ONE,
             order,
-            applied_address,
+            address,
             applied,
             freed,
             GRANT_ONE,
@@ -87,12 +86,11 @@ class OneSlotCommits:
             slot,
             generation,
         )
-        items = self._items
         sequence = items[st.H_SEQ] + 1
         items[st.H_SEQ] = sequence
         items[self._order + freed] = order
         items[self._owner + freed] = 0
-        items[applied_address] = applied
+        items[address] = applied
         items[self._request + slot] = request
         items[self._generation + slot] = generation
         items[self._owner + slot] = owner

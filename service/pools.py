@@ -13,6 +13,7 @@ from mambapool.pool.descriptor import SHM
 from mambapool.pool.errors import AllocatorUnavailable, GuaranteeExceeded, InvalidSlots, NotHolder
 from mambapool.pool.group_page import DIED
 from mambapool.pool.layout import Geometry
+from mambapool.service.batch_commits import BatchCommits
 from mambapool.service.groups import Group
 from mambapool.service.ledger import Ids, Ledger
 from mambapool.service.one_slot_commits import OneSlotCommits
@@ -37,53 +38,6 @@ class Offer:
     giver: Session
     receiver: int
     ids: Ids
-
-
-class OneSlotChanges:
-    """:meth:`Pool.give_back` and :meth:`Pool.grant` of one slot, each with its commit, and both in one.
-
-    A refusal is raised before anything has changed, the number of the posted message included.
-    """
-
-    def __init__(self, pool: Pool, table: SlotTableWriter) -> None:
-        # Not its ledger: a recovery replaces that.
-        self._pool = pool
-        self._commits = OneSlotCommits(table)
-        self._sessions = table.layout.session(0) + st.S_APPLIED
-
-    def grant(self, session: Session, request_id: int) -> int:
-        """One slot, or 0 when none is free; the session's limit is for the caller to mind."""
-        ledger = self._pool.ledger
-        slot = ledger.take_one(session.number)
-        if slot:
-            generation = ledger.generation_of(slot)
-            self._commits.grant(slot, generation, st.owner_word(session.number), request_id, ledger.free_count)
-            session.held += 1
-        return slot
-
-    def free(self, session: Session, freed: int, number: int) -> None:
-        """Apply posted message ``number``, which frees one slot."""
-        ledger = self._pool.ledger
-        order = ledger.next_order
-        ledger.give_back_one(freed, session.number)
-        address = self._sessions + session.row * st.SESSION_WORDS
-        self._commits.free(freed, order, address, number, ledger.free_count)
-        session.held -= 1
-        session.applied = number
-
-    def swap(self, session: Session, freed: int, number: int, request_id: int) -> int:
-        """Both: there is always one to grant, if need be the one that was freed."""
-        ledger = self._pool.ledger
-        order = ledger.next_order
-        holder = session.number
-        slot = ledger.swap_one(freed, holder)
-        address = self._sessions + session.row * st.SESSION_WORDS
-        generation = ledger.generation_of(slot)
-        self._commits.swap(
-            freed, order, address, number, slot, generation, st.owner_word(holder), request_id, ledger.free_count
-        )
-        session.applied = number
-        return slot
 
 
 class Pool:
@@ -122,8 +76,10 @@ class Pool:
         self.offers: list[Offer] = []
         self.waiting = WaitQueue(max_waiters)
         self.rows = SessionRows(table.layout.max_sessions)
-        #: The changes of one slot in one go; None where each has to go step by step.
-        self.one_slot: OneSlotChanges | None = OneSlotChanges(self, table)
+        #: Commits of one slot in one go; None where each change has to go step by step.
+        self.one_slot: OneSlotCommits | None = OneSlotCommits(table)
+        #: The same of several slots.
+        self.batches: BatchCommits | None = BatchCommits(table)
 
     def __repr__(self) -> str:
         return f"Pool({self.name!r}, {self.ledger!r}, sessions={len(self.sessions)})"

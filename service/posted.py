@@ -92,6 +92,8 @@ def _cancel(pool: Pool, session: Session, number: int, request_id: object) -> No
     if session.accepting == request_id:
         session.accepting = 0
     granted = session.recovered.pop(request_id, None) if answer is None else answer.granted
+    if isinstance(granted, bytes):
+        granted = unpack_ids(granted)
     ids: Ids | None = None if granted is None else pool.still_granted(session, granted, request_id)
     if ids is not None and len(ids):
         pool.give_back(session, ids, number)

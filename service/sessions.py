@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mambapool.pool.errors import AllocatorUnavailable, ProtocolError
 from mambapool.pool.protocol import FIRST_REQUEST
@@ -25,12 +25,12 @@ SUSPECT_AFTER_S = 3.0
 GUARANTEE_REQUEST = FIRST_REQUEST
 
 
-@dataclass(slots=True)
-class Answer:
-    """The reply to an open request, kept until the client has it; ``granted`` is what it handed out."""
+class Answer(NamedTuple):
+    """The reply to an open request, kept until the client has it."""
 
     body: bytes
-    granted: int | Ids | None = None
+    #: What it handed out, as ids or as they went.
+    granted: int | bytes | Ids | None = None
     #: An accepted transfer: no CANCEL gives it back, for then it would be nobody's.
     kept: bool = False
 

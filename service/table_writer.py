@@ -32,11 +32,11 @@ from mambapool.pool import slot_table as st
 from mambapool.pool.errors import RuntimeDirError
 from mambapool.service.ledger import SMALL_BATCH, Generations, Ids
 
-_GRANT, _FREE, _WORD, _OFFER, _MOVE = 1, 2, 3, 4, 5
+GRANT, FREE, WORD, _OFFER, _MOVE = 1, 2, 3, 4, 5
 _HEAD_WORDS = 2
 
 #: First words of the parts of one slot, for those who write a whole record at once.
-GRANT_ONE, FREE_ONE = _GRANT | 1 << 8, _FREE | 1 << 8
+GRANT_ONE, FREE_ONE = GRANT | 1 << 8, FREE | 1 << 8
 
 _put3 = struct.Struct("@3Q").pack_into
 _put5 = struct.Struct("@5Q").pack_into
@@ -177,7 +177,7 @@ class SlotTableWriter:
         """Stage: all of ``ids`` belong to ``owner`` by ``request``."""
         count = len(ids)
         at = self._end
-        _put3(self._map, at * 8, _GRANT | count << 8, owner, request)
+        _put3(self._map, at * 8, GRANT | count << 8, owner, request)
         at = self._put_ids(at + 3, ids, count)
         self._words[at : at + count] = generations
         self._end = at + count
@@ -191,13 +191,13 @@ class SlotTableWriter:
         """Stage: all of ``ids`` are free, numbered from ``order`` on."""
         count = len(ids)
         at = self._end
-        _put3(self._map, at * 8, _FREE | count << 8, order, applied_address)
+        _put3(self._map, at * 8, FREE | count << 8, order, applied_address)
         self._items[at + 3] = applied
         self._end = self._put_ids(at + 4, ids, count)
 
     def word(self, address: int, value: int) -> None:
         """Stage one word of the header or of a session."""
-        _put3(self._map, self._end * 8, _WORD, address, value)
+        _put3(self._map, self._end * 8, WORD, address, value)
         self._end += 3
 
     def offer(self, ids: Ids, to: int) -> None:
@@ -235,9 +235,9 @@ class SlotTableWriter:
             code = items[at]
             count = code >> 8
             code &= 0xFF
-            if code == _FREE:
+            if code == FREE:
                 at = self._apply_free(at + 1, count)
-            elif code == _GRANT:
+            elif code == GRANT:
                 at = self._apply_grant(at + 1, count)
             elif code == _OFFER:
                 self._offered[self._index(at + 2, count)] = items[at + 1]
@@ -249,7 +249,7 @@ class SlotTableWriter:
                 self._offered[index] = 0
                 at += 3 + (count + 1) // 2
             else:
-                assert code == _WORD, f"unknown part {code} in the redo record of {self.path}"
+                assert code == WORD, f"unknown part {code} in the redo record of {self.path}"
                 address, value = _get2(self._map, (at + 1) * 8)
                 items[address] = value
                 at += 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ from daemons import wait_until
 from fresh_pool import FreshPoolFactory, granted, ids
 
 from mambapool.client import Worker
+from mambapool.client.transport import PING_S
 
 
 class Meter:
@@ -110,8 +112,9 @@ def test_the_queue_of_posted_frees_stays_short_without_any_other_call(worker: Wo
 
 def test_saying_that_one_lives_is_no_message_that_a_call_costs(worker: Worker, sent: Meter) -> None:
     transport = worker._transport
-    before = transport.connection.last_sent
-    wait_until(lambda: transport.connection.last_sent > before, "the background thread has sent a PING")
+    # Nothing is sent from here on, so that this is no message that the background thread has seen.
+    later = time.monotonic() + PING_S / 2
+    wait_until(lambda: transport.quiet_since > later, "the background thread has sent a PING")
     wait_until(transport.lock.acquire, "its tick is over")
     transport.lock.release()
     assert sent() == 0

@@ -21,7 +21,7 @@ from leases import TestLeases
 
 from mambapool.pool import protocol
 from mambapool.pool import slot_table as st
-from mambapool.service import one_slot_commits, table_writer
+from mambapool.service import batch_commits, one_slot_commits, table_writer
 from mambapool.service.dispatcher import Dispatcher
 from mambapool.service.pools import Pool
 from mambapool.service.recovery import recover_table, restore
@@ -31,7 +31,7 @@ from mambapool.service.table_writer import SlotTableWriter
 SLOTS = 12
 MAX_SESSIONS = 4
 FIRST_EPOCH = 1000
-_TRACED = {table_writer.__file__, one_slot_commits.__file__}
+_TRACED = {table_writer.__file__, one_slot_commits.__file__, batch_commits.__file__}
 
 
 class Crashed(BaseException):
