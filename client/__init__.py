@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from mambapool.client.aio import AsyncWorker, connect_async
-from mambapool.client.worker import Worker, connect
+from mambapool.client.connecting import connect
+from mambapool.client.worker import Worker
 from mambapool.pool import errors
 
 __all__ = ["AsyncWorker", "Worker", "connect", "connect_async", "errors"]

@@ -12,8 +12,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, Self
 
+from mambapool.client.connecting import connect
 from mambapool.client.in_thread import in_thread
-from mambapool.client.worker import Worker, connect
+from mambapool.client.worker import Worker
 from mambapool.pool.errors import ClientClosed
 
 if TYPE_CHECKING:

@@ -1,35 +1,27 @@
-"""``connect``: a process's session with the allocator, and the states of its pool."""
+"""A process's session with the allocator, and the states of its pool."""
 
 from __future__ import annotations
 
 import atexit
-import math
 import os
-import sys
 import time
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from mambapool.client.background import background
 from mambapool.client.connection import LOST
 from mambapool.client.transport import Transport
-from mambapool.pool import protocol
 from mambapool.pool.errors import (
-    AllocatorUnavailable,
     ClientClosed,
-    ConfigError,
     ForkedClient,
-    GeometryMismatch,
     MambaPoolError,
     PoolLost,
     ProtocolError,
 )
-from mambapool.pool.group_page import MAX_WORLD_SIZE, check_group_name
 from mambapool.pool.handover import receive_shard
-from mambapool.pool.runtime_dir import RuntimeDir, candidates, check_pool_name
-from mambapool.pool.slot_table import H_LOST, owner_word
+from mambapool.pool.runtime_dir import RuntimeDir
+from mambapool.pool.slot_table import H_LOST
 
 if TYPE_CHECKING:
     import torch
@@ -44,82 +36,8 @@ if TYPE_CHECKING:
 #: close() waits so long at most for the allocator to say goodbye.
 CLOSE_S = 1.0
 
-#: How often connect() looks whether a daemon has come up.
-_LOOK_S = 0.02
-
 # Strong: a session that nobody closes lives as long as its process, whatever the garbage collector does.
 _workers: set[Worker] = set()
-
-
-def connect(
-    dir: str | os.PathLike[str] | None = None,
-    pool: str = "default",
-    *,
-    name: str | None = None,
-    device: str | torch.device = "cpu",
-    timeout: float = 5.0,
-    rank: int = 0,
-    world_size: int = 1,
-    group: str | None = None,
-    guarantee: int = 0,
-    limit: int | None = None,
-    create_slots: int | None = None,
-    slots: int | None = None,
-    expect: Mapping[str, tuple[str | torch.dtype, tuple[int, ...]]] | None = None,
-) -> Worker:
-    """Attach to a pool: one session, its allocator, and the mapped states of shard ``rank``.
-
-    ``dir`` is the daemon's runtime directory; without it ``MAMBAPOOL_DIR`` and the usual places are looked
-    at, and the first one with a ``ready`` file is taken. ``name`` is what ``status`` and logs call this session
-    (default: the process's). ``device`` is where slot tensors live. ``timeout``, in seconds, bounds every wait
-    for an answer, this call included.
-
-    ``group`` attaches one of the ``world_size`` ranks of a tensor-parallel engine, each with its own shard, each in a
-    process of its own. All of them make the same calls in the same order, and get the same answers; they hold slots
-    as one. connect waits until all ranks are there; :class:`~mambapool.pool.errors.GroupBroken` names who is
-    missing, or who has this rank already.
-
-    ``guarantee=G`` grants G slots whole, which this session then lists locally: no call costs a message, and
-    nobody else can have them. While free slots do not cover it yet, connect waits, up to ``timeout``;
-    :class:`~mambapool.pool.errors.GuaranteeExceeded` when the pool's guarantees leave no room for it. ``limit``:
-    the session never holds more slots than this.
-
-    ``create_slots=N`` makes an allocator-only pool if there is none of that name; it ends with its last session.
-    ``slots`` and ``expect={tensor: (dtype, shape without the slot dimension)}`` are compared with the pool before
-    anything is mapped: :class:`~mambapool.pool.errors.GeometryMismatch` names what differs.
-
-    Raises ``ImportError`` without torch, :class:`AllocatorUnavailable` when nobody answers,
-    :class:`~mambapool.pool.errors.UnknownPool`, :class:`~mambapool.pool.errors.VersionMismatch`.
-    """
-    _require_torch()
-    check_pool_name(pool)
-    _check_device(device)
-    if not 0 < timeout < math.inf:
-        raise ValueError(f"timeout must be a number of seconds above 0, not {timeout!r}")
-    _check_rank(rank, world_size, group)
-    deadline = time.monotonic() + timeout
-    directory = _find_daemon(dir, deadline, timeout)
-    hello: dict[str, Any] = {
-        "versions": [protocol.OLDEST_VERSION, protocol.NEWEST_VERSION],
-        "pool": pool,
-        "name": name if name is not None else f"{Path(sys.argv[0]).name or 'python'}-{os.getpid()}",
-        "pid": os.getpid(),
-        "rank": rank,
-        "guarantee": guarantee,
-        "limit": limit,
-        "create_slots": create_slots,
-        "slots": slots,
-        "expect": _expectations(expect),
-    }
-    if group is not None:
-        hello |= {"group": group, "world_size": world_size}
-    transport = Transport(directory, timeout, hello, deadline=deadline)
-    try:
-        member = None if group is None else _join(transport, directory, group, rank, deadline)
-        return Worker(transport, directory, device, rank, deadline, member)
-    except BaseException:
-        transport.detach(CLOSE_S)
-        raise
 
 
 class Worker:
@@ -279,20 +197,6 @@ class Worker:
         )
 
 
-def _join(transport: Transport, directory: RuntimeDir, name: str, rank: int, deadline: float) -> Group:
-    """The group, complete."""
-    from mambapool.client.group import Group
-
-    session = transport.session
-    group = Group(directory.path / session["group"], name, rank, transport.timeout)
-    group.join(deadline)
-    if session["guarantee"] and rank:
-        # Rank 0 was told by HELLO; the table has the same slots in the same order.
-        owner = owner_word(group.holder)
-        session["granted"] = transport.table.granted(owner, protocol.FIRST_REQUEST).astype("<i4").tobytes()
-    return group
-
-
 def _allocator(
     transport: Transport, device: str | torch.device, group: Group | None, *, debug: bool
 ) -> SlotAllocator:
@@ -321,57 +225,6 @@ def _transfers(transport: Transport, allocator: SlotAllocator, group: Group | No
         return Transfers(transport, allocator)
     assert isinstance(allocator, GroupCalls)
     return GroupTransfers(transport, allocator, group)
-
-
-def _require_torch() -> None:
-    try:
-        import torch  # noqa: F401
-    except ImportError as error:
-        raise ImportError("mambapool's client needs torch: pip install 'mambapool[worker]'") from error
-
-
-def _check_device(device: str | torch.device) -> None:
-    """Slot tensors can be made there; found out before the allocator hears of this session."""
-    import torch
-
-    try:
-        if torch.device(device).type == "cuda":
-            from mambapool.client import gpu
-
-            return gpu.check_device(torch.device(device))
-        torch.empty(0, device=device)
-    except (AssertionError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"device {str(device)!r} cannot be used ({reason}): pass 'cpu', or one that can"
-        ) from error
-
-
-def _check_rank(rank: int, world_size: int, group: str | None) -> None:
-    if group is None:
-        if world_size != 1:
-            raise ConfigError(f"world_size={world_size} needs group=NAME, which its ranks have in common")
-        return
-    check_group_name(group)
-    if not 0 < world_size <= MAX_WORLD_SIZE:
-        raise ConfigError(f"world_size must be 1 to {MAX_WORLD_SIZE}, not {world_size}")
-    if not 0 <= rank < world_size:
-        raise ConfigError(f"rank {rank} is out of range: group {group} has ranks 0 to {world_size - 1}")
-
-
-def _find_daemon(named: str | os.PathLike[str] | None, deadline: float, timeout: float) -> RuntimeDir:
-    while True:
-        directory = RuntimeDir.for_client(named)
-        if directory is not None and directory.has_ready():
-            directory.check_owner()
-            return directory
-        if time.monotonic() >= deadline:
-            places = [Path(named)] if named is not None else candidates()
-            raise AllocatorUnavailable(
-                f"no daemon is ready in {' or '.join(map(str, places))} after {timeout:g} s: start one with "
-                "`mambapool serve`, or name its directory (dir=, MAMBAPOOL_DIR)"
-            )
-        time.sleep(_LOOK_S)
 
 
 def _attach_shard(
@@ -408,20 +261,6 @@ def _on_gpu(
     from mambapool.client import gpu
 
     return gpu.allocator_on(device, pool, transport, group, debug=debug)
-
-
-def _expectations(
-    expect: Mapping[str, tuple[str | torch.dtype, tuple[int, ...]]] | None,
-) -> list[list[Any]] | None:
-    if expect is None:
-        return None
-    try:
-        return [
-            [name, str(dtype).removeprefix("torch."), [int(size) for size in shape]]
-            for name, (dtype, shape) in expect.items()
-        ]
-    except (TypeError, ValueError) as error:
-        raise GeometryMismatch(f"expect must be {{name: (dtype, shape)}}: {error}") from error
 
 
 def _close_all() -> None:

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mambapool.client.worker import connect
+from mambapool.client.connecting import connect
 from mambapool.pool.errors import ConfigError
 
 if TYPE_CHECKING:
