@@ -75,9 +75,11 @@ def test_slots_stay_back_until_the_process_has_ended_and_a_while_has_passed(pool
     assert "quarantined" in pool.daemon.log
 
 
-def test_killed_clients_cost_the_device_nothing_and_all_comes_back(pool: GpuPool) -> None:
+@pytest.mark.parametrize("rounds", [5, pytest.param(20, marks=pytest.mark.heavy)])
+def test_killed_clients_cost_the_device_nothing_and_all_comes_back(pool: GpuPool, rounds: int) -> None:
+    """``cases.md`` 52."""
     allocated = set()
-    for _ in range(5):
+    for _ in range(rounds):
         child = pool.start(KILLED)
         allocated.add(child.hear())
         assert child.wait() == -9
