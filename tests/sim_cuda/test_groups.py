@@ -99,10 +99,10 @@ worker = join()
 if how != "whole context":
     worker.fence_streams([schedule, forward])
 slots = worker.allocator.alloc(8)
-if rank:
-    write(stray if how == "event" else forward, int(slots[0]))
 say("holds")
 hear()
+if rank:
+    write(stray if how == "event" else forward, int(slots[0]))
 worker.allocator.free(slots[:1].tolist(), after=[event_on(stray)] if how == "event" else None)
 say(worker.allocator.available_size())
 hear()
@@ -149,7 +149,7 @@ def test_a_slot_leaves_the_group_when_every_ranks_gpu_is_done_with_it(
 ) -> None:
     after_s, found = late_write(pool, "", how)
     assert found == "{9}"
-    assert 0.1 < after_s < 1.5
+    assert 0.3 < after_s < 3.0
     for mutation in mutations:
         assert late_write(pool, mutation, how)[1] == "{7}", mutation
 
@@ -213,10 +213,10 @@ worker = join()
 worker.fence_streams([schedule, forward])
 say(worker.session)
 mine = worker.accept(5.0)
-if rank:
-    write(forward, int(mine[0]))
 say(mine.tolist())
 hear()
+if rank:
+    write(forward, int(mine[0]))
 worker.allocator.free(device_ids(*mine.tolist(), ordinal=rank))
 say(worker.allocator.available_size())
 hear()
@@ -243,7 +243,7 @@ def test_of_a_guarantee_what_came_by_a_transfer_leaves_it_behind_every_ranks_fen
     assert ended(ranks) == [0, 0]
     rival.say("look")
     assert rival.hear() == ("{7}" if mutation else "{9}")
-    assert (after_s > 0.1) is not bool(mutation)
+    assert mutation or after_s > 0.3
     giver.say("end")
     assert giver.wait() == 0
 
