@@ -113,13 +113,18 @@ async def main():
         gpu.delay(stream, 0.6)
         await worker.allocator.free(slots[:4].tolist())
         pid = int(hear())
-        os.kill(pid, 19)  # nobody answers
+        allocator, own_and_more = worker.allocator, worker.allocator._own_and_more
+        def stop_first(*arguments):
+            os.kill(pid, 19)  # what the limbo lacks is asked for, and nobody answers
+            return own_and_more(*arguments)
+        allocator._own_and_more = stop_first
         try:
             async with asyncio.timeout(0.1):
                 await worker.allocator.alloc(6)
         except TimeoutError:
             say("cancelled")
         os.kill(pid, 18)
+        allocator._own_and_more = own_and_more
         say((await worker.allocator.alloc(6)).tolist())
 asyncio.run(main())
 """

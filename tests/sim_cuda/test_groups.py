@@ -263,7 +263,8 @@ def test_unknown_ids_are_waited_for_by_no_rank_and_the_lists_stay_the_same(pool:
     script = (
         CLONES
         + """
-kept = [clone(allocator.alloc(1)) for _ in range(4)]
+clones = [clone(allocator.alloc(1)) for _ in range(4)]  # not dropped: to free memory is a call that waits
+kept = list(clones)
 gpu.synchronize()
 gpu.delay(0, 0.3 * rank)
 for tensor in kept:  # on rank 1 they are known late
@@ -306,11 +307,14 @@ def broken():
         say(error)
         return True
 until(broken)
+hear()
 worker.close()
 """
     )
-    for rank, said in enumerate(child.rest() for child in ranks_of(pool, script, options="{'guarantee': 4}")):
-        assert f"rank {rank} cannot stay in step: slot 1 was freed twice" in said[0]
+    ranks = ranks_of(pool, script, options="{'guarantee': 4}")
+    for rank, said in enumerate(heard(ranks)):
+        assert f"rank {rank} cannot stay in step: slot 1 was freed twice" in said
+    assert ended(ranks) == [0, 0]
     wait_until(lambda: pool.daemon.pool()["free"] == 8, "all is free again")
 
 
@@ -388,6 +392,32 @@ hear()
     assert heard(ranks) == ["True"] * 2
     assert pool.daemon.pool()["free"] == 0
     wait_until(lambda: pool.daemon.pool()["free"] == 8, "its work is over")
+    assert ended(ranks) == [0, 0]
+
+
+@pytest.mark.parametrize("seconds", [0.3, 1.4])
+def test_what_was_freed_before_a_rank_left_leaves_the_group_when_its_gpu_is_done(
+    pool: GpuPool, seconds: float
+) -> None:
+    """Within the second that a close waits, and after it."""
+    script = f"""
+worker = join()
+worker.fence_streams([schedule, forward])
+slots = worker.allocator.alloc(8)
+if rank:
+    write(forward, int(slots[0]), seconds={seconds})
+started = time.monotonic()
+worker.allocator.free(slots.tolist())
+if rank:
+    worker.close()
+else:
+    until(lambda: worker.allocator._table.free_count == 8)
+    say(time.monotonic() - started > {seconds} * 0.8)
+hear()
+worker.close()
+"""
+    ranks = ranks_of(pool, script)
+    assert ranks[0].hear() == "True"
     assert ended(ranks) == [0, 0]
 
 
