@@ -71,7 +71,7 @@ class Fenced(SlotAllocator):
         place = self._slot_of(free_index)
         if place >= 0:
             places = given = [place]
-        elif self._ids is not None and isinstance(free_index, torch.Tensor) and _is_on_device(free_index):
+        elif self._ids is not None and isinstance(free_index, torch.Tensor) and self._is_ours(free_index):
             check_form(free_index, "free")
             self._free_unknown(free_index, events)
             return
@@ -254,6 +254,12 @@ class Fenced(SlotAllocator):
             self._resolve()  # the caller may have waited for an id: then it is here, too
             return [self._ids.place_of(slot) for slot in slots]
 
+    def _is_ours(self, value: torch.Tensor) -> bool:
+        """Whether it is on this session's GPU: the order of another one's work is not known here."""
+        if value.layout is not torch.strided or value.is_meta:
+            return False
+        return cuda_tensors.is_on_device(value, self._fences.context.device.ordinal)
+
     def _is_known(self, place: int) -> bool:
         return self._slot_at(place) is not None
 
@@ -308,7 +314,3 @@ class Fenced(SlotAllocator):
                 # The same offer again changes nothing; one that was accepted is not ours to make.
                 if ours and not any(self._table.offered_to(slot) for slot in ours):
                     self._limbo.put_back(Entry(slots, 0, receiver=entry.receiver))
-
-
-def _is_on_device(value: torch.Tensor) -> bool:
-    return value.layout is torch.strided and not value.is_meta and cuda_tensors.is_on_device(value)

@@ -28,9 +28,9 @@ def wrap(address: int, size_bytes: int, ordinal: int, owner: object) -> torch.Te
     return torch.as_tensor(_Block(address, size_bytes, owner), device=torch.device("cuda", ordinal))
 
 
-def is_on_device(tensor: torch.Tensor) -> bool:
-    """Whether its values can be read only by waiting for a GPU."""
-    return tensor.is_cuda
+def is_on_device(tensor: torch.Tensor, ordinal: int | None = None) -> bool:
+    """Whether its values can be read only by waiting for a GPU: for that one, if it is named."""
+    return tensor.is_cuda and ordinal in (None, tensor.device.index)
 
 
 def current_device() -> int:

@@ -200,10 +200,10 @@ def test_a_clear_that_a_rank_does_not_come_to_names_it(pool: FreshPool) -> None:
 
 
 def test_a_fence_holds_a_slot_back_as_a_position_does(pool: FreshPool) -> None:
-    """The seam for a GPU: a rank's fence is behind its calls."""
+    """What a GPU's fences publish (``sim_cuda/test_groups.py``): they are behind the rank's calls."""
     ranks = join(pool, 2)
     group = ranks[1].allocator._group  # type: ignore[attr-defined]
-    group.use_fences()
+    group.page.set_fence(1, 0)
     for rank in ranks:
         rank.allocator.alloc(3)
         rank.allocator.free(torch.tensor([2]))
@@ -219,9 +219,9 @@ def test_slots_in_limbo_are_taken_from_the_front_and_put_back_there() -> None:
     for call, slots in ((1, [4, 5]), (3, [6]), (4, []), (7, [1, 2])):
         limbo.add(call, slots)
     assert (len(limbo), limbo.slots()) == (5, [4, 5, 6, 1, 2])
-    assert limbo.take(3) == [4, 5, 6]
-    limbo.put_back(9, [6, 5])
-    assert limbo.take(1) == [6]
-    assert limbo.take_passed(8) == []  # 5 was put back at call 9
-    assert limbo.take_passed(9) == [5, 1, 2]
-    assert (len(limbo), limbo.take(2), limbo.take_passed(99)) == (0, [], [])
+    assert limbo.take(3) == ([4, 5, 6], 3)  # all of them free since call 3
+    limbo.put_back(3, [6, 5])
+    assert limbo.take(1) == ([6], 3)
+    assert limbo.take_passed(2) == []
+    assert limbo.take_passed(7) == [5, 1, 2]
+    assert (len(limbo), limbo.take(2), limbo.take_passed(99)) == (0, ([], 0), [])

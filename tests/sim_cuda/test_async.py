@@ -15,7 +15,7 @@ async def within(condition, timeout=3.0):
         while not condition():
             await asyncio.sleep(0.002)
 class Ticks:
-    "How long the loop has been held up at most."
+    "How long the loop has been held up at most: on a busy machine for a while, never for as long as the GPU works."
     async def __aenter__(self):
         self.longest = 0.0
         self.task = asyncio.create_task(self.run())
@@ -44,7 +44,7 @@ async def main():
         giver.fence_streams([stream])
         slot, *_ = (await giver.allocator.alloc(8)).split(1)
         rows = giver.states["temporal"][:, int(slot)]
-        gpu.delay(stream, 0.4)
+        gpu.delay(stream, 0.9)
         gpu.fill(stream, rows, 7)
         async with Ticks() as ticks:
             started = time.monotonic()
@@ -52,8 +52,8 @@ async def main():
             mine = await taker.allocator.alloc(1, timeout=5.0)
             waited = time.monotonic() - started
         taker.states["temporal"][:, mine] = torch.full((4,), 9, dtype=torch.uint8).view(torch.float32)
-        await asyncio.sleep(0.5)
-        say(waited > 0.3, ticks.longest < 0.2, bytes_of(rows))
+        await asyncio.sleep(1.0 - min(waited, 1.0))
+        say(waited > 0.7, ticks.longest < 0.6, bytes_of(rows))
 asyncio.run(main())
 """
     )
@@ -113,13 +113,18 @@ async def main():
         gpu.delay(stream, 0.6)
         await worker.allocator.free(slots[:4].tolist())
         pid = int(hear())
-        os.kill(pid, 19)  # nobody answers
+        allocator, own_and_more = worker.allocator, worker.allocator._own_and_more
+        def stop_first(*arguments):
+            os.kill(pid, 19)  # what the limbo lacks is asked for, and nobody answers
+            return own_and_more(*arguments)
+        allocator._own_and_more = stop_first
         try:
             async with asyncio.timeout(0.1):
                 await worker.allocator.alloc(6)
         except TimeoutError:
             say("cancelled")
         os.kill(pid, 18)
+        allocator._own_and_more = own_and_more
         say((await worker.allocator.alloc(6)).tolist())
 asyncio.run(main())
 """
@@ -138,14 +143,14 @@ async def main():
         allocator = worker.allocator
         kept = [await allocator.alloc(1) for _ in range(4)]
         clones = [device_ids(int(slot)) for slot in kept]
-        gpu.delay(0, 0.3)
+        gpu.delay(0, 0.8)
         for clone in clones:
             cuda.call("cuMemcpyDtoDAsync", clone.data_ptr(), clone.data_ptr(), 8, 0)
         before, started = worker.messages, time.monotonic()
         for clone in clones:
             await allocator.free(clone)
         again = [await allocator.alloc(1) for _ in range(4)]
-        say(time.monotonic() - started < 0.2, worker.messages - before, await allocator.alloc(1))
+        say(time.monotonic() - started < 0.6, worker.messages - before, await allocator.alloc(1))
         gpu.synchronize()
         say([int(slot) for slot in again])
 asyncio.run(main())
@@ -164,7 +169,7 @@ async def main():
     prefill, decode = await connect_async(directory, device="cuda"), await connect_async(directory, device="cuda")
     prefill.fence_streams([stream])
     slots = await prefill.allocator.alloc(2)
-    gpu.delay(stream, 0.4)
+    gpu.delay(stream, 0.9)
     for slot in slots.tolist():
         gpu.fill(stream, prefill.states["temporal"][:, slot], 5)
     async with Ticks() as ticks:
@@ -172,12 +177,12 @@ async def main():
         say(await decode.accept(0.0))
         mine = await decode.accept(3.0)
         say(mine.tolist(), bytes_of(decode.states["temporal"][:, mine]))
-        gpu.delay(stream, 0.4)
+        gpu.delay(stream, 0.9)
         started = time.monotonic()
         await prefill.close()
-        say(time.monotonic() - started > 0.3)
+        say(time.monotonic() - started > 0.7)
         await decode.close()
-    say(ticks.longest < 0.2)
+    say(ticks.longest < 0.6)
 asyncio.run(main())
 """
     )

@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
 from daemons import wait_until
-from gpu_pools import GpuPool, for_a_test, lasting_pools
+from gpu_pools import GpuPool
 from processes import Child
-from zygote import Zygote
 
 _names = itertools.count(1)
-
-
-@pytest.fixture(scope="module")
-def _daemon(gpu_zygote: Zygote) -> Iterator[GpuPool]:
-    with lasting_pools(gpu_zygote) as pools:
-        yield pools.start(options=("--tp-size", "2", "--quarantine", "300ms"))
-
-
-@pytest.fixture
-def pool(_daemon: GpuPool) -> Iterator[GpuPool]:
-    """8 slots, with shards on two GPUs; the dead hold theirs for 300 ms."""
-    with for_a_test(_daemon) as pool:
-        yield pool
 
 
 #: ``argv``: the group's name, the rank, a mutation, options of connect. ``write`` queues a late write.
@@ -76,10 +61,10 @@ with connect(directory, device="cuda", rank=1) as worker:
 """
 
 
-def ranks_of(pool: GpuPool, script: str, mutation: str = "", options: str = "{}") -> list[Child]:
+def ranks_of(gpu_pool: GpuPool, script: str, mutation: str = "", options: str = "{}") -> list[Child]:
     """Both ranks of a group of their own."""
     name = f"engine-{next(_names)}"
-    return [pool.start(RANK + script, name, rank, mutation, options) for rank in (0, 1)]
+    return [gpu_pool.start(RANK + script, name, rank, mutation, options) for rank in (0, 1)]
 
 
 def heard(children: list[Child]) -> list[str]:
@@ -99,10 +84,10 @@ worker = join()
 if how != "whole context":
     worker.fence_streams([schedule, forward])
 slots = worker.allocator.alloc(8)
-if rank:
-    write(stray if how == "event" else forward, int(slots[0]))
 say("holds")
 hear()
+if rank:
+    write(stray if how == "event" else forward, int(slots[0]))
 worker.allocator.free(slots[:1].tolist(), after=[event_on(stray)] if how == "event" else None)
 say(worker.allocator.available_size())
 hear()
@@ -113,11 +98,11 @@ worker.close()
 """
 
 
-def late_write(pool: GpuPool, mutation: str, how: str) -> tuple[float, str]:
+def late_write(gpu_pool: GpuPool, mutation: str, how: str) -> tuple[float, str]:
     """After how long the rival gets the slot, and what is in it when rank 1's write is over."""
-    rival = pool.start(RIVAL)
+    rival = gpu_pool.start(RIVAL)
     rival.hear()
-    ranks = ranks_of(pool, FREE, mutation, f"{{'how': {how!r}}}")
+    ranks = ranks_of(gpu_pool, FREE, mutation, f"{{'how': {how!r}}}")
     assert heard(ranks) == ["holds"] * 2
     rival.say("take")
     for rank in ranks:
@@ -131,7 +116,7 @@ def late_write(pool: GpuPool, mutation: str, how: str) -> tuple[float, str]:
     found = rival.hear()
     assert rival.wait() == 0
     assert ended(ranks) == [0, 0]
-    wait_until(lambda: pool.daemon.pool()["free"] == 8, "all is free again")
+    wait_until(lambda: gpu_pool.daemon.pool()["free"] == 8, "all is free again")
     return after_s, found
 
 
@@ -145,13 +130,13 @@ def late_write(pool: GpuPool, mutation: str, how: str) -> tuple[float, str]:
     ids=["registered streams", "whole context", "event"],
 )
 def test_a_slot_leaves_the_group_when_every_ranks_gpu_is_done_with_it(
-    pool: GpuPool, how: str, mutations: list[str]
+    gpu_pool: GpuPool, how: str, mutations: list[str]
 ) -> None:
-    after_s, found = late_write(pool, "", how)
+    after_s, found = late_write(gpu_pool, "", how)
     assert found == "{9}"
-    assert 0.1 < after_s < 1.5
+    assert 0.3 < after_s < 3.0
     for mutation in mutations:
-        assert late_write(pool, mutation, how)[1] == "{7}", mutation
+        assert late_write(gpu_pool, mutation, how)[1] == "{7}", mutation
 
 
 #: Rank 1 makes its calls late: rank 0 has freed the slot, and rank 1 queues a write to it afterwards.
@@ -180,10 +165,10 @@ worker.close()
 
 
 @pytest.mark.parametrize("mutation", ["", "no limbo"])
-def test_a_rank_that_is_late_and_its_gpu_later_still_are_both_waited_for(pool: GpuPool, mutation: str) -> None:
-    rival = pool.start(RIVAL)
+def test_a_rank_that_is_late_and_its_gpu_later_still_are_both_waited_for(gpu_pool: GpuPool, mutation: str) -> None:
+    rival = gpu_pool.start(RIVAL)
     rival.hear()
-    ranks = ranks_of(pool, SLOW, mutation)
+    ranks = ranks_of(gpu_pool, SLOW, mutation)
     assert heard(ranks) == ["holds"] * 2
     assert ranks[0].hear() == "freed"
     rival.say("take")
@@ -213,10 +198,10 @@ worker = join()
 worker.fence_streams([schedule, forward])
 say(worker.session)
 mine = worker.accept(5.0)
-if rank:
-    write(forward, int(mine[0]))
 say(mine.tolist())
 hear()
+if rank:
+    write(forward, int(mine[0]))
 worker.allocator.free(device_ids(*mine.tolist(), ordinal=rank))
 say(worker.allocator.available_size())
 hear()
@@ -227,13 +212,13 @@ worker.close()
 
 @pytest.mark.parametrize("mutation", ["", "no fence"])
 def test_of_a_guarantee_what_came_by_a_transfer_leaves_it_behind_every_ranks_fence(
-    pool: GpuPool, mutation: str
+    gpu_pool: GpuPool, mutation: str
 ) -> None:
-    rival = pool.start(RIVAL)
+    rival = gpu_pool.start(RIVAL)
     rival.hear()
-    ranks = ranks_of(pool, TRANSFERRED, mutation, "{'guarantee': 2}")
+    ranks = ranks_of(gpu_pool, TRANSFERRED, mutation, "{'guarantee': 2}")
     session = heard(ranks)[0]
-    giver = pool.start(GIVER, session)
+    giver = gpu_pool.start(GIVER, session)
     assert heard(ranks) == ["[3]", "[3]"]
     rival.say("take")
     for rank in ranks:
@@ -243,7 +228,7 @@ def test_of_a_guarantee_what_came_by_a_transfer_leaves_it_behind_every_ranks_fen
     assert ended(ranks) == [0, 0]
     rival.say("look")
     assert rival.hear() == ("{7}" if mutation else "{9}")
-    assert (after_s > 0.1) is not bool(mutation)
+    assert mutation or after_s > 0.3
     giver.say("end")
     assert giver.wait() == 0
 
@@ -259,13 +244,14 @@ allocator = worker.allocator
 """
 
 
-def test_unknown_ids_are_waited_for_by_no_rank_and_the_lists_stay_the_same(pool: GpuPool) -> None:
+def test_unknown_ids_are_waited_for_by_no_rank_and_the_lists_stay_the_same(gpu_pool: GpuPool) -> None:
     script = (
         CLONES
         + """
-kept = [clone(allocator.alloc(1)) for _ in range(4)]
+clones = [clone(allocator.alloc(1)) for _ in range(4)]  # not dropped: to free memory is a call that waits
+kept = list(clones)
 gpu.synchronize()
-gpu.delay(0, 0.3 * rank)
+gpu.delay(0, 0.8 * rank)
 for tensor in kept:  # on rank 1 they are known late
     cuda.call("cuMemcpyDtoDAsync", tensor.data_ptr(), tensor.data_ptr(), 8, 0)
 started, waited = time.monotonic(), lib.simSynchronisingCalls()
@@ -276,7 +262,7 @@ for _ in range(3):
         allocator.free(tensor)
         again.append(allocator.alloc(1))
         kept[number] = again[-1]
-say(time.monotonic() - started < 0.25, lib.simSynchronisingCalls() - waited)
+say(time.monotonic() - started < 0.6, lib.simSynchronisingCalls() - waited)
 gpu.synchronize()
 say([int(slot) for slot in again])
 for slot in kept:
@@ -285,12 +271,12 @@ say(allocator.available_size(), allocator.alloc(4).tolist())
 worker.close()
 """
     )
-    said = [rank.rest() for rank in ranks_of(pool, script, options="{'guarantee': 4}")]
+    said = [rank.rest() for rank in ranks_of(gpu_pool, script, options="{'guarantee': 4}")]
     assert said[0] == said[1]
     assert said[0] == ["True 0", f"{[1, 2, 3, 4] * 3}", "4 [1, 2, 3, 4]"]
 
 
-def test_an_id_that_turns_out_wrong_ends_the_group_and_costs_nobody_else_a_slot(pool: GpuPool) -> None:
+def test_an_id_that_turns_out_wrong_ends_the_group_and_costs_nobody_else_a_slot(gpu_pool: GpuPool) -> None:
     script = (
         CLONES
         + """
@@ -306,15 +292,18 @@ def broken():
         say(error)
         return True
 until(broken)
+hear()
 worker.close()
 """
     )
-    for rank, said in enumerate(child.rest() for child in ranks_of(pool, script, options="{'guarantee': 4}")):
-        assert f"rank {rank} cannot stay in step: slot 1 was freed twice" in said[0]
-    wait_until(lambda: pool.daemon.pool()["free"] == 8, "all is free again")
+    ranks = ranks_of(gpu_pool, script, options="{'guarantee': 4}")
+    for rank, said in enumerate(heard(ranks)):
+        assert f"rank {rank} cannot stay in step: slot 1 was freed twice" in said
+    assert ended(ranks) == [0, 0]
+    wait_until(lambda: gpu_pool.daemon.pool()["free"] == 8, "all is free again")
 
 
-def test_without_a_guarantee_ids_are_read_and_slot_tensors_and_lists_are_not_waited_for(pool: GpuPool) -> None:
+def test_without_a_guarantee_ids_are_read_and_slot_tensors_and_lists_are_not_waited_for(gpu_pool: GpuPool) -> None:
     script = (
         CLONES
         + """
@@ -337,13 +326,13 @@ allocator.clear()
 worker.close()
 """
     )
-    said = [rank.rest() for rank in ranks_of(pool, script)]
+    said = [rank.rest() for rank in ranks_of(gpu_pool, script)]
     assert said[0] == said[1]
     assert said[0][1:] == ["0", "8"]
     assert said[0][0].endswith("True")
 
 
-def test_a_groups_transfer_is_offered_when_every_ranks_write_is_over(pool: GpuPool) -> None:
+def test_a_groups_transfer_is_offered_when_every_ranks_write_is_over(gpu_pool: GpuPool) -> None:
     script = """
 worker = join()
 worker.fence_streams([schedule, forward])
@@ -356,8 +345,8 @@ say("offered")
 hear()
 worker.close()
 """
-    ranks = ranks_of(pool, script)
-    receiver = pool.start("""
+    ranks = ranks_of(gpu_pool, script)
+    receiver = gpu_pool.start("""
 with connect(directory, rank=1) as worker:
     say(worker.session)
     mine = worker.accept(5.0)
@@ -372,7 +361,7 @@ with connect(directory, rank=1) as worker:
     assert ended(ranks) == [0, 0]
 
 
-def test_a_rank_that_closes_while_its_gpu_works_keeps_the_groups_slots(pool: GpuPool) -> None:
+def test_a_rank_that_closes_while_its_gpu_works_keeps_the_groups_slots(gpu_pool: GpuPool) -> None:
     script = """
 worker = join()
 worker.fence_streams([schedule, forward])
@@ -384,14 +373,40 @@ worker.close()
 say(time.monotonic() - started < 1.5)
 hear()
 """
-    ranks = ranks_of(pool, script)
+    ranks = ranks_of(gpu_pool, script)
     assert heard(ranks) == ["True"] * 2
-    assert pool.daemon.pool()["free"] == 0
-    wait_until(lambda: pool.daemon.pool()["free"] == 8, "its work is over")
+    assert gpu_pool.daemon.pool()["free"] == 0
+    wait_until(lambda: gpu_pool.daemon.pool()["free"] == 8, "its work is over")
     assert ended(ranks) == [0, 0]
 
 
-def test_the_last_rank_that_dies_holds_the_groups_slots_for_the_quarantine(pool: GpuPool) -> None:
+@pytest.mark.parametrize("seconds", [0.3, 1.4])
+def test_what_was_freed_before_a_rank_left_leaves_the_group_when_its_gpu_is_done(
+    gpu_pool: GpuPool, seconds: float
+) -> None:
+    """Within the second that a close waits, and after it."""
+    script = f"""
+worker = join()
+worker.fence_streams([schedule, forward])
+slots = worker.allocator.alloc(8)
+if rank:
+    write(forward, int(slots[0]), seconds={seconds})
+started = time.monotonic()
+worker.allocator.free(slots.tolist())
+if rank:
+    worker.close()
+else:
+    until(lambda: worker.allocator._table.free_count == 8)
+    say(time.monotonic() - started > {seconds} * 0.8)
+hear()
+worker.close()
+"""
+    ranks = ranks_of(gpu_pool, script)
+    assert ranks[0].hear() == "True"
+    assert ended(ranks) == [0, 0]
+
+
+def test_the_last_rank_that_dies_holds_the_groups_slots_for_the_quarantine(gpu_pool: GpuPool) -> None:
     script = """
 worker = join()
 worker.allocator.alloc(8)
@@ -399,16 +414,15 @@ say("holds")
 hear()
 worker.close()
 """
-    ranks = ranks_of(pool, script)
+    ranks = ranks_of(gpu_pool, script)
     assert heard(ranks) == ["holds"] * 2
     ranks[0].say("close")
     assert ranks[0].wait() == 0
     ranks[1].close()  # SIGKILL; it holds no slot by itself
-    seen = wait_until(lambda: _states(pool).get(1) == "gone" and pool.daemon.pool(), "its death is seen")
+    seen = wait_until(lambda: _states(gpu_pool).get(1) == "gone" and gpu_pool.daemon.pool(), "its death is seen")
     assert seen["free"] == 0
-    wait_until(lambda: pool.daemon.pool()["free"] == 8, "the quarantine is over")
-    assert "quarantined" in pool.daemon.log
+    wait_until(lambda: gpu_pool.daemon.pool()["free"] == 8, "the quarantine is over")
 
 
-def _states(pool: GpuPool) -> dict[int, str]:
-    return {holder["rank"]: holder["state"] for holder in pool.daemon.pool()["holders"]}
+def _states(gpu_pool: GpuPool) -> dict[int, str]:
+    return {holder["rank"]: holder["state"] for holder in gpu_pool.daemon.pool()["holders"]}

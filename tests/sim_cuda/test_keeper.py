@@ -146,12 +146,3 @@ def test_a_keeper_without_cuda_bindings_says_what_to_install(machine: SimulatedM
     environment = machine.environment()
     environment["PYTHONPATH"] = f"{hidden.parent}{os.pathsep}{environment['PYTHONPATH']}"
     assert "pip install 'mambapool[cuda]'" in _refused_from_nothing(*_keeper(runtime_dir), **environment)
-
-
-@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-def test_a_setting_of_torchs_allocator_changes_nothing(
-    machine: SimulatedMachine, runtime_dir: Path, variable: str
-) -> None:
-    keeper = _ready(machine.command(*_keeper(runtime_dir), **{variable: "expandable_segments:True"}))
-    assert _kept(runtime_dir).backend == CUDA_IPC
-    assert _end(keeper) == 0

@@ -20,8 +20,15 @@ REQUESTS = int(os.environ.get("GPU_REPLAY_REQUESTS", "400"))
 SCHEDULERS = 4
 
 
-def _command(pool: GpuPool, requests: int) -> list[str]:
-    options = ["--device", "cuda", "--schedulers", str(SCHEDULERS), "--limit", str(requests), "--json"]
+def _command(pool: GpuPool, requests: int, *more: str) -> list[str]:
+    options = [
+        "--device",
+        "cuda",
+        "--limit",
+        str(requests),
+        "--json",
+        *(more or ("--schedulers", str(SCHEDULERS))),
+    ]
     return ["replay", str(TRACE), "--dir", str(pool.daemon.dir), *options]
 
 
@@ -40,15 +47,30 @@ def test_every_state_is_its_requests_own_on_a_pool_that_is_always_full(gpu_pools
     _check(summary, 40)
 
 
-@pytest.mark.heavy
-def test_a_replay_that_starts_its_schedulers_is_right_for_longer(gpu_pools: GpuPools) -> None:
-    pool = gpu_pools.start(slots=SLOTS)
+def _started(pool: GpuPool, *command: str) -> dict[str, Any]:
+    """With schedulers that the replay starts."""
     ended = subprocess.run(
-        [sys.executable, "-m", "mambapool.service", *_command(pool, REQUESTS)],
+        [sys.executable, "-m", "mambapool.service", *command],
         capture_output=True,
         text=True,
         env={**os.environ, **pool.machine.environment()},
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    _check(json.loads(ended.stdout), REQUESTS)
+    summary: dict[str, Any] = json.loads(ended.stdout)
+    return summary
+
+
+@pytest.mark.heavy
+def test_a_replay_that_starts_its_schedulers_is_right_for_longer(gpu_pools: GpuPools) -> None:
+    pool = gpu_pools.start(slots=SLOTS)
+    _check(_started(pool, *_command(pool, REQUESTS)), REQUESTS)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("guarantee", ["0", "9"])
+def test_groups_of_two_ranks_on_two_gpus_are_right(gpu_pools: GpuPools, guarantee: str) -> None:
+    pool = gpu_pools.start(slots=SLOTS, options=("--tp-size", "2"))
+    groups = ("--schedulers", "2", "--tp-size", "2", "--guarantee", guarantee)
+    summary = _started(pool, *_command(pool, 100, *groups))
+    assert (summary["finished"], summary["mismatches"]) == (100, 0)

@@ -149,7 +149,7 @@ with connect(directory, device="cuda", guarantee=8) as worker:
 
 
 def test_every_form_of_an_index_frees_and_what_comes_back_is_on_the_device(gpu_pool: GpuPool) -> None:
-    """A slot tensor, a clone on the device, a copy in the host's memory, a list, many at once."""
+    """A slot tensor, a clone on the device, a copy in the host's memory, a list, many at once (``cases.md`` 26)."""
     script = (
         CLONES
         + """
@@ -179,6 +179,12 @@ for device in ("cuda", "cuda:0", "cpu"):
             except errors.BadIndexTensor:
                 say("bad")
         allocator.free(device_ids(1)[:0])
+        # On the other GPU: read, for of its order nothing is known here.
+        other = device_ids(int(allocator.alloc(1)), ordinal=1)
+        if device != "cpu":
+            assert not allocator._is_ours(other) and allocator._is_ours(device_ids(1))
+        allocator.free(other)
+        assert allocator.available_size() == 8
 """
     )
     bad = ["bad", "bad"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -104,17 +103,6 @@ class GpuPools:
                 daemon.close()
 
 
-@contextlib.contextmanager
-def lasting_pools(zygote: Zygote) -> Iterator[GpuPools]:
-    """Daemons on a machine of their own, for longer than a test."""
-    directory = Path(tempfile.mkdtemp(prefix="mambapool-"))
-    (directory / "gpu").mkdir()
-    pools = GpuPools(SimulatedMachine(directory / "gpu", zygote), directory)
-    yield pools
-    pools.close()
-    shutil.rmtree(directory)
-
-
 @pytest.fixture
 def gpu_pools(machine: SimulatedMachine) -> Iterator[GpuPools]:
     """Daemons on the test's machine."""
@@ -127,23 +115,24 @@ def gpu_pools(machine: SimulatedMachine) -> Iterator[GpuPools]:
 
 @pytest.fixture(scope="session")
 def _shared_daemon(gpu_zygote: Zygote) -> Iterator[GpuPool]:
-    """A daemon with 8 slots for all tests that end no part of it: starting one takes seconds."""
-    with lasting_pools(gpu_zygote) as pools:
-        yield pools.start()
-
-
-@contextlib.contextmanager
-def for_a_test(shared: GpuPool) -> Iterator[GpuPool]:
-    """The same daemon, with processes of one test; afterwards nobody is left, and all is checked."""
-    pool = GpuPool(SimulatedMachine(shared.machine.dir, shared.machine.zygote), shared.daemon)
-    yield pool
-    pool.machine.children.close()
-    wait_until(lambda: not pool.daemon.pool()["holders"], "nobody is left")
-    pool.daemon.check()
+    """A daemon for all tests that end no part of it: starting one takes seconds."""
+    directory = Path(tempfile.mkdtemp(prefix="mambapool-"))
+    (directory / "gpu").mkdir()
+    pools = GpuPools(SimulatedMachine(directory / "gpu", gpu_zygote), directory)
+    yield pools.start(options=("--tp-size", "2", "--quarantine", "300ms"))
+    pools.close()
+    shutil.rmtree(directory)
 
 
 @pytest.fixture
 def gpu_pool(_shared_daemon: GpuPool) -> Iterator[GpuPool]:
-    """A pool of 8 slots on the first of two GPUs, all free; so they are at the end, but for those of the killed."""
-    with for_a_test(_shared_daemon) as pool:
-        yield pool
+    """A pool of 8 slots, with a shard on each of two GPUs; the dead hold theirs for 300 ms.
+
+    All are free, and nobody is attached; so it is again at the end, when all is checked.
+    """
+    shared = _shared_daemon.machine
+    pool = GpuPool(SimulatedMachine(shared.dir, shared.zygote), _shared_daemon.daemon)
+    yield pool
+    pool.machine.children.close()
+    wait_until(lambda: not pool.daemon.pool()["holders"], "nobody is left")
+    pool.daemon.check()

@@ -176,8 +176,11 @@ EXPORT CUresult cuMemcpyDtoH_v2(void *to, CUdeviceptr from, size_t bytes) {
     return sim_range(from, bytes) ? copy_and_wait(to, (void *)from, bytes) : INVALID_VALUE;
 }
 
-// For tests: whether a pointer is one to device memory, as torch knows it of its own tensors.
-EXPORT int simIsDeviceMemory(CUdeviceptr address) {
+// For tests: the ordinal of the device whose memory a pointer is to, as torch knows it of its own tensors; -1: none.
+EXPORT int simDeviceOf(CUdeviceptr address) {
     range *found = sim_range(address, 1);
-    return found && !found->is_host;
+    if (!found || found->is_host) return -1;
+    for (int ordinal = 0; sim_visible(ordinal) >= 0; ordinal++)
+        if (sim_visible(ordinal) == found->device) return ordinal;
+    return -1;
 }

@@ -12,7 +12,7 @@ import torch
 @functools.cache
 def _driver() -> ctypes.CDLL:
     driver = ctypes.CDLL("libcuda.so.1")
-    driver.simIsDeviceMemory.argtypes = [ctypes.c_uint64]
+    driver.simDeviceOf.argtypes = [ctypes.c_uint64]
     return driver
 
 
@@ -23,8 +23,11 @@ def wrap(address: int, size_bytes: int, ordinal: int, owner: object) -> torch.Te
     return torch.frombuffer(block, dtype=torch.uint8)
 
 
-def is_on_device(tensor: torch.Tensor) -> bool:
-    return bool(tensor.numel() and _driver().simIsDeviceMemory(tensor.data_ptr()))
+def is_on_device(tensor: torch.Tensor, ordinal: int | None = None) -> bool:
+    if not tensor.numel():
+        return False
+    device = _driver().simDeviceOf(tensor.data_ptr())
+    return device >= 0 and ordinal in (None, device)
 
 
 def current_stream(ordinal: int) -> int:
