@@ -282,8 +282,11 @@ class SlotAllocator:
         try:
             if self._unusable is not None or self._refusals or self._table_items[H_LOST]:
                 self._check_usable()
-            carried = self._take_freed() if self._freed_inside else None
-            frees = None if carried is None else carried.argument
+            carried = frees = None
+            if self._freed_inside:
+                with self._lock:
+                    carried = self._post_freed(protocol.FREE)
+                    frees = None if carried is None else carried.argument
             reply = self._transport.call(protocol.ALLOC, 1, frees, False, frees=carried, deadline=deadline)
             if self._refusals:
                 self._take_back_grant(reply)

@@ -12,6 +12,9 @@ import threading
 from collections import deque
 from typing import NamedTuple
 
+#: Makes a named tuple in half the time that calling its class takes.
+_new = tuple.__new__
+
 
 class Posted(NamedTuple):  # made in a fifth of the time of a frozen dataclass
     """One posted message. ``argument`` is its only field on the wire besides the header."""
@@ -42,10 +45,11 @@ class PostedQueue:
     def append(self, op: int, argument: int | bytes | list[int] | None, slots: int) -> Posted:
         """Number a message and keep it."""
         with self._lock:
-            message = Posted(self.last + 1, op, argument, slots)
+            number = self.last + 1
+            message = _new(Posted, (number, op, argument, slots))
             self.queue.append(message)
             self._slots += slots
-            self.last = message.number
+            self.last = number
         return message
 
     def unsent(self) -> list[Posted]:

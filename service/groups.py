@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mambapool.service.attach import AttachRequest
     from mambapool.service.pools import Pool
     from mambapool.service.sessions import Session
-    from mambapool.service.table_writer import SessionRow
+    from mambapool.service.table_contents import SessionRow
 
 _log = logging.getLogger("mambapool.allocator")
 

@@ -19,7 +19,8 @@ from mambapool.service.ledger import Ids, Ledger
 from mambapool.service.pools import Offer, Pool
 from mambapool.service.quarantine import needs_quarantine
 from mambapool.service.sessions import GUARANTEE_REQUEST, Session, SessionRows
-from mambapool.service.table_writer import SessionRow, SlotTableWriter
+from mambapool.service.table_contents import SessionRow
+from mambapool.service.table_writer import SlotTableWriter
 
 _log = logging.getLogger("mambapool.allocator")
 

@@ -12,6 +12,7 @@ from types import FrameType
 
 import pytest
 import torch
+from daemons import wait_until
 from fresh_pool import FreshPool, FreshPoolFactory, drain, granted
 
 from mambapool.client.allocator import SlotAllocator
@@ -202,3 +203,32 @@ def test_signal_handlers_that_run_all_the_time_disturb_no_call(fresh_pool: Fresh
     assert handled[0] > 20
     assert rows == [0] * 65
     assert sorted(drain(allocator)) == list(range(1, 65))
+
+
+class _Overtaken(list[int]):
+    """What is freed inside a window; just before something is added, another thread ends the window."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        super().__init__()
+        self._end = end
+
+    def append(self, slot: int) -> None:
+        self._end()
+        super().append(slot)
+
+
+@pytest.mark.parametrize("end", ["alloc_group_end", "alloc_group_begin"])
+def test_a_free_that_is_overtaken_by_the_end_of_its_window_gets_through(
+    fresh_pool: FreshPoolFactory, end: str
+) -> None:
+    """It takes no lock, so that a window may close between its look and its entry."""
+    pool = fresh_pool(16)
+    allocator = pool.allocator()
+    allocator.alloc_group_begin(3)
+    slot = granted(allocator.alloc(1))
+    arguments = () if end == "alloc_group_end" else (2,)
+    allocator._freed_inside = _Overtaken(lambda: getattr(allocator, end)(*arguments))
+    allocator.free(slot)
+    if end == "alloc_group_begin":  # a window is open again: it goes along with that
+        allocator.alloc_group_end()
+    wait_until(lambda: pool.available == 16, "what was freed has come back")

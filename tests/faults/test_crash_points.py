@@ -176,17 +176,18 @@ class Ask(Change):
 
 @dataclass
 class Carry(Change):
-    """An alloc of client a that carries frees: their number is the next of what is posted."""
+    """An alloc or begin of client a that carries frees: their number is the next of what is posted."""
 
     count: int
     frees: Callable[[World], Any]
+    op: int = protocol.ALLOC
 
     def do(self, world: World) -> list[Any] | None:
         world.a.posted += 1
-        return world.a.ask(protocol.ALLOC, self.count, self.frees(world), False)
+        return world.a.ask(self.op, self.count, self.frees(world), False)
 
     def say_again(self, world: World) -> list[Any] | None:
-        return world.a.ask_again(protocol.ALLOC, self.count, self.frees(world), False)
+        return world.a.ask_again(self.op, self.count, self.frees(world), False)
 
 
 @dataclass
@@ -267,6 +268,8 @@ CHANGES: dict[str, tuple[tuple[Change, ...], Change]] = {
     "alloc of one that carries a free": (NOTHING, Carry(1, lambda w: w.held[0])),
     "alloc of one that carries several frees": (NOTHING, Carry(1, lambda w: _ids(*w.held))),
     "alloc of several that carries a free": (NOTHING, Carry(5, lambda w: w.held[0])),
+    "alloc of several that carries several frees": (NOTHING, Carry(5, lambda w: _ids(*w.held))),
+    "begin that carries several frees": (WINDOW, Carry(4, lambda w: _ids(*w.held), protocol.BEGIN)),
     "alloc of several": (NOTHING, Ask("a", protocol.ALLOC, lambda w: (5, None, False))),
     "alloc that is not to be had": (NOTHING, Ask("a", protocol.ALLOC, lambda w: (12, None, False))),
     "free of one": (NOTHING, Post(protocol.FREE, lambda w: w.held[0])),
