@@ -155,10 +155,10 @@ def joined_schedulers(options: ReplayOptions, jobs: Sequence[Job]) -> Iterator[J
 
 
 def _no_place(hello: _Hello, options: ReplayOptions) -> str:
-    there = f"{options.schedulers} schedulers of {options.tp_size} ranks, counted from 0"
     return (
-        f"{hello.name} cannot be {hello.wanted}: there are {there}, and none of that place is free. "
-        "Give each `mambapool scheduler` a --scheduler and --rank of its own, or none of them"
+        f"{hello.name} cannot be {hello.wanted}: schedulers are 0 to {options.schedulers - 1}, ranks 0 to "
+        f"{options.tp_size - 1}, and nobody else may be there. Give each `mambapool scheduler` a --scheduler and "
+        "--rank of its own, or none of them"
     )
 
 

@@ -108,7 +108,7 @@ def test_a_place_that_is_taken_or_not_there_ends_the_replay_with_the_reason(
     gathering = Gathering(directory, closing, **GROUPS_OF_TWO)
     gathering.job("first", 0, 0)
     late = gathering.connect("late", *place)
-    with pytest.raises(ReplayFailed, match="there are 2 schedulers of 2 ranks, counted from 0") as raised:
+    with pytest.raises(ReplayFailed, match="schedulers are 0 to 1, ranks 0 to 1,") as raised:
         gathering.end()
     assert told in str(raised.value)
     assert late.recv(1) == b"", "and it is sent away"
