@@ -11,9 +11,11 @@ import logging
 import os
 import resource
 import socket
+import stat
 import threading
+from pathlib import Path
 
-from mambapool.pool.errors import RuntimeDirError
+from mambapool.pool.errors import AllocatorAlreadyRunning, RuntimeDirError
 from mambapool.pool.runtime_dir import RuntimeDir
 
 _log = logging.getLogger("mambapool.allocator")
@@ -77,3 +79,23 @@ def _open_descriptors(most: int) -> int:
         return len(os.listdir("/proc/self/fd"))
     except OSError:  # not even one for this
         return most
+
+
+def remove_stale_socket(path: Path) -> None:
+    """Unlink the socket of a dead process. What is no socket, or is listened to, is refused and left."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise RuntimeDirError(f"{path} is in the way and is no socket: move it, or name another --dir")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(0.5)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+            return
+        except OSError as error:
+            raise RuntimeDirError(f"{path} is in the way: {error.strerror or error}") from error
+    raise AllocatorAlreadyRunning(f"{path} is listened to by another process: stop it, or name another --dir")

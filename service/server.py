@@ -12,11 +12,8 @@ import logging
 import os
 import resource
 import signal
-import socket
-import stat
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -24,7 +21,7 @@ import zmq
 from zmq.backend import Socket as BackendSocket
 
 from mambapool.pool import protocol
-from mambapool.pool.errors import AllocatorAlreadyRunning, RuntimeDirError
+from mambapool.pool.errors import RuntimeDirError
 from mambapool.pool.idle import Idle
 from mambapool.pool.process_lock import ProcessLock
 from mambapool.pool.runtime_dir import RuntimeDir, check_socket_path
@@ -33,7 +30,7 @@ from mambapool.service.attach import MAX_CREATED_SLOTS
 from mambapool.service.build import build_registry, keeper_lock_name
 from mambapool.service.config import AllocatorConfig
 from mambapool.service.dispatcher import Dispatcher
-from mambapool.service.door import Door
+from mambapool.service.door import Door, remove_stale_socket
 from mambapool.service.keepers import wait_for_keepers
 from mambapool.service.watcher import Watcher
 
@@ -306,23 +303,3 @@ def _peer_address(frame: zmq.Frame) -> str | None:
     except zmq.ZMQError:
         return None
     return address if isinstance(address, str) else None
-
-
-def remove_stale_socket(path: Path) -> None:
-    """Unlink the socket of a dead process. What is no socket, or is listened to, is refused and left."""
-    try:
-        mode = os.lstat(path).st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise RuntimeDirError(f"{path} is in the way and is no socket: move it, or name another --dir")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(0.5)
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink(missing_ok=True)
-            return
-        except OSError as error:
-            raise RuntimeDirError(f"{path} is in the way: {error.strerror or error}") from error
-    raise AllocatorAlreadyRunning(f"{path} is listened to by another process: stop it, or name another --dir")
