@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fresh_pool import FreshPool, FreshPoolFactory
-from processes import Child, Children
+from processes import TORN_DOWN, Child, Children
 
 PARENT = """
     import os, signal, sys, threading
@@ -76,7 +76,7 @@ def undisturbed(pool: FreshPool, parent: Child, held: int = 3) -> None:
 
 
 def start(children: Children, pool: FreshPool, *parts: str) -> Child:
-    return children.start(PARENT + "".join(parts), pool.daemon.dir, pool.name)
+    return children.start(PARENT + "".join(parts), pool.daemon.dir, pool.name, **TORN_DOWN)
 
 
 def test_every_call_of_an_inherited_client_raises(pool: FreshPool, children: Children) -> None:
@@ -201,7 +201,7 @@ MULTIPROCESSING = """
 def test_a_child_of_multiprocessing_connects_and_its_end_gives_its_slots_back(
     pool: FreshPool, children: Children
 ) -> None:
-    lines = children.run(MULTIPROCESSING, pool.daemon.dir, pool.name)
+    lines = children.run(MULTIPROCESSING, pool.daemon.dir, pool.name, **TORN_DOWN)
     assert lines == ["ForkedClient [4, 5]", "0 13"]
     assert pool.available == 16
 

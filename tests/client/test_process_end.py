@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 from daemons import Daemon, wait_until
 from fresh_pool import FreshPool, FreshPoolFactory, drain
-from processes import Child, Children, paused
+from processes import TORN_DOWN, Child, Children, paused
 from zygote import Zygote
 
 #: From a script's last line to the end of its process, besides the interpreter's own end.
@@ -70,7 +70,7 @@ UNANSWERED = {
 
 def start(children: Children, daemon: Daemon, pool: str, ending: str, timeout: float = 5.0) -> Child:
     source = SCRIPT + "".join(f"    {line}\n" for line in ending.splitlines())
-    child = children.start(source, daemon.dir, pool, timeout)
+    child = children.start(source, daemon.dir, pool, timeout, **TORN_DOWN)
     assert child.hear() == "ready"
     return child
 
@@ -79,7 +79,7 @@ def start(children: Children, daemon: Daemon, pool: str, ending: str, timeout: f
 def end_s(zygote: Zygote) -> float:
     """What a process may take. An interpreter with torch in it needs a while for itself, more on a busy machine."""
     children = Children(zygote)
-    child = children.start("import time; print(time.monotonic(), flush=True)")
+    child = children.start("import time; print(time.monotonic(), flush=True)", **TORN_DOWN)
     last_line = float(child.hear())
     child.wait()
     own = time.monotonic() - last_line

@@ -11,7 +11,7 @@ import pytest
 from daemons import SMALL_STATE, Daemon, start_daemon, wait_until
 from fresh_pool import granted, ids
 from leased_clients import values
-from processes import Children
+from processes import TORN_DOWN, Children
 
 DaemonFactory = Callable[..., Daemon]
 
@@ -53,7 +53,7 @@ def test_a_reader_that_leaves_in_any_way_takes_no_memory_along(
     daemon = daemon_factory(slots=8, states=SMALL_STATE)
     daemon.connect().states["temporal"][:, 3] = 7
     for ending, status in ENDINGS.items():
-        reader = children.start(READER, daemon.dir, ending)
+        reader = children.start(READER, daemon.dir, ending, **TORN_DOWN)
         assert reader.hear() == "[7.0]", ending
         assert reader.wait() == status
         assert "tracker" not in reader.stderr

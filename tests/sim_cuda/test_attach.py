@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from daemons import SMALL_STATE, wait_until
 from gpu_pools import PRELUDE, GpuPool, GpuPools
-from processes import Child
+from processes import TORN_DOWN, Child
 from simulated_gpu import SimulatedMachine
-from zygote import NO_TEARDOWN
 
 from mambapool.client.operators import ask_audit
 from mambapool.service.audited import AuditedPool
@@ -196,7 +195,7 @@ worker.allocator.free(device_ids(int(slot)))
 kept = worker.states["temporal"][:, 2:4]
 again = worker.allocator.alloc(2)
 """
-    child = gpu_pool.start(script, **{NO_TEARDOWN: ""})
+    child = gpu_pool.start(script, **TORN_DOWN)
     assert child.rest() == []
     assert child.stderr == ""
 

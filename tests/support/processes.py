@@ -12,13 +12,16 @@ from pathlib import Path
 
 import pytest
 from daemons import Daemon, wait_until
-from zygote import Pipes, Zygote
+from zygote import NO_TEARDOWN, Pipes, Zygote
 
 from mambapool.pool import slot_table as st
 from mambapool.pool.polling import readable
 
 #: Bounds every wait for a child.
 WAIT_S = 30.0
+
+#: In a script's environment: it ends wholly as an interpreter does, and not after its atexit functions.
+TORN_DOWN = {NO_TEARDOWN: ""}
 
 
 class Lines:
@@ -137,7 +140,7 @@ class Children:
 
 @functools.cache
 def _the_zygote() -> Zygote:
-    return Zygote()
+    return Zygote(environment={NO_TEARDOWN: "1"})
 
 
 @pytest.fixture(scope="session")
