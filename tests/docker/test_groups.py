@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compose_project import COMPOSE_FILE, NewProject, Project, Run, docker
+from compose_project import COMPOSE_FILE, UP, NewProject, Project, Run, docker
 from daemons import wait_until
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
@@ -24,7 +24,7 @@ Ask = Callable[..., list[Run]]
 def staying(new_project: NewProject) -> Project:
     """Two keepers and the allocator of 64 slots, which stay."""
     project = new_project(GROUPS)
-    project.start()
+    project.start("keeper", "keeper-1")
     return project
 
 
@@ -41,8 +41,7 @@ def holders(project: Project) -> dict[str, tuple[str, int]]:
 
 
 def test_two_engines_of_two_ranks_replay_with_every_state_right(new_project: NewProject) -> None:
-    settings = {"MAMBAPOOL_EXIT_IDLE": "1s", "MAMBAPOOL_SLOTS": "256", "MAMBAPOOL_REQUESTS": str(REQUESTS)}
-    project = new_project(GROUPS, **settings, MAMBAPOOL_JSON="1")
+    project = new_project(GROUPS, **UP, MAMBAPOOL_SLOTS="256", MAMBAPOOL_REQUESTS=str(REQUESTS))
     up = project.compose("up", check=False)
     assert up.returncode == 0, up.stdout + up.stderr
     found = json.loads(docker("logs", project.container("replay")).stdout)

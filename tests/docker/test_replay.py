@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compose_project import NewProject, Project, docker, inspect
+from compose_project import UP, NewProject, Project, docker, inspect
 from daemons import Daemon, mambapool
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
@@ -25,8 +25,7 @@ DaemonFactory = Callable[..., Daemon]
 @pytest.fixture(scope="module")
 def ended(new_project: NewProject) -> tuple[Project, subprocess.CompletedProcess[str]]:
     """The project after `up`, without a flag."""
-    settings = {"MAMBAPOOL_EXIT_IDLE": "1s", "MAMBAPOOL_SLOTS": "512", "MAMBAPOOL_REQUESTS": str(REQUESTS)}
-    project = new_project(**settings, MAMBAPOOL_JSON="1")
+    project = new_project(**UP, MAMBAPOOL_SLOTS="512", MAMBAPOOL_REQUESTS=str(REQUESTS))
     return project, project.compose("up", check=False)
 
 
