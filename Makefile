@@ -10,8 +10,8 @@ FUZZ ?= 30s
 
 # Where bytecode is not kept, every process that a test starts compiles the project anew.
 unexport PYTHONDONTWRITEBYTECODE
-# One more than there are cores: tests wait for processes, sockets and clocks.
-JOBS ?= $(shell expr $$(nproc) + 1)
+# Two more than there are cores: tests wait for processes, sockets and clocks.
+JOBS ?= $(shell expr $$(nproc) + 2)
 
 .PHONY: demo test test-heavy test-docker soak fuzz faults groups peers bench check format install clean force
 .DEFAULT_GOAL := install

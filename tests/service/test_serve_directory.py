@@ -59,7 +59,7 @@ def test_an_allocator_that_stands_alone_is_not_disturbed_by_a_serve(runtime_dir:
 
 
 def test_of_two_that_start_at_once_exactly_one_serves(runtime_dir: Path) -> None:
-    for number in range(10):
+    for number in range(6):
         # In a directory that both of them have to make, and in one that has served before.
         directory = runtime_dir.with_name(f"run-{number // 2}")
         command = ("serve", "--dir", directory, "--slots", "4")
