@@ -7,14 +7,10 @@ import socket
 
 import click
 
-from mambapool.client.replay.options import MOST_SCHEDULERS
 from mambapool.pool.exits import EXIT_DONE, EXIT_FAILED, EXIT_NOT_REACHABLE, EXIT_USAGE
 from mambapool.service.commands.common import running_daemon
 from mambapool.service.commands.manual import Command
 from mambapool.service.options import DURATION, dir_option, option
-
-#: Of schedulers as of ranks: a replay has no more of either.
-PLACE = click.IntRange(0, MOST_SCHEDULERS - 1)
 
 
 @click.command(
@@ -32,8 +28,8 @@ PLACE = click.IntRange(0, MOST_SCHEDULERS - 1)
     },
 )
 @option("--name", metavar="NAME", help="What the replay calls it.  [default: the host's name]")
-@option("--scheduler", "number", type=PLACE, metavar="M", help="Which one to be.  [default: any]")
-@option("--rank", type=PLACE, metavar="R", help="Which of its ranks.  [default: any]")
+@option("--scheduler", "number", type=click.IntRange(min=0), metavar="M", help="Which one to be.  [default: any]")
+@option("--rank", type=click.IntRange(min=0), metavar="R", help="Which of its ranks.  [default: any]")
 @option("--wait", type=DURATION, default="60s", show_default=True, metavar="T", help="Wait so long for a replay.")
 @dir_option
 def scheduler(name: str | None, number: int | None, rank: int | None, wait: float, directory: str | None) -> None:
@@ -43,7 +39,11 @@ def scheduler(name: str | None, number: int | None, rank: int | None, wait: floa
     ranks of a scheduler. Needs torch.
     """
     from mambapool.client.replay.joining import join
+    from mambapool.client.replay.options import MOST_SCHEDULERS
 
+    for flag, value in (("--scheduler", number), ("--rank", rank)):
+        if value is not None and value >= MOST_SCHEDULERS:
+            raise click.BadParameter(f"{flag} {value}: a replay has 0 to {MOST_SCHEDULERS - 1}")
     place = running_daemon(directory)
     join(place, name or socket.gethostname(), wait, number, rank)
     # Before torch is imported: the schedulers share the processors, and would only take them from each other.
