@@ -22,7 +22,7 @@ demo: install  ## Daemon, 4 schedulers and a real trace, in a temporary director
 test: install  ## Every test that this machine can run
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-test-heavy: install  ## In full size what make test runs small
+test-heavy: install  ## In full size what make test runs small, and what takes seconds of processor each
 	$(BIN)/python -m pytest -n $(JOBS) -m heavy
 
 test-docker: install  ## In containers: a Docker engine and images of its own, from nothing installed. As root

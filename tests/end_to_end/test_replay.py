@@ -66,6 +66,7 @@ def test_schedulers_share_a_pool_over_the_shipped_trace(daemon_with_states: Daem
     assert (pool["free"], pool["holders"]) == (300, [])
 
 
+@pytest.mark.heavy
 def test_several_traces_have_a_scheduler_each(daemon_with_states: Daemon, tmp_path: Path) -> None:
     options = options_for(daemon_with_states, trace=AZURE, more_traces=(TRACE,), limit=25)
     picture = tmp_path / "picture.png" if importlib.util.find_spec("matplotlib") else None
@@ -75,6 +76,7 @@ def test_several_traces_have_a_scheduler_each(daemon_with_states: Daemon, tmp_pa
     assert picture is None or picture.stat().st_size > 10_000
 
 
+@pytest.mark.heavy
 def test_a_pool_that_is_too_small_for_all_makes_requests_wait_and_serves_them(
     daemon_factory: DaemonFactory,
 ) -> None:
@@ -86,6 +88,7 @@ def test_a_pool_that_is_too_small_for_all_makes_requests_wait_and_serves_them(
     assert daemon.pool()["free"] == 8
 
 
+@pytest.mark.heavy
 def test_schedulers_may_be_groups_of_ranks_that_wait_for_slots_alike(daemon_factory: DaemonFactory) -> None:
     daemon = daemon_factory(slots=8, states=SMALL_STATE, options=("--tp-size", "2"))
     summary = run_replay(options_for(daemon, limit=20, tp_size=2), unwatched)
@@ -188,6 +191,7 @@ def test_slots_that_others_keep_for_themselves_end_the_replay(daemon_with_states
         run_replay(options_for(daemon_with_states, schedulers=1, timeout=0.5), unwatched)
 
 
+@pytest.mark.heavy
 def test_speed_holds_the_schedulers_to_the_clock_of_the_trace(daemon_with_states: Daemon, tmp_path: Path) -> None:
     trace = tmp_path / "two.jsonl"
     request = {"input_length": 1, "output_length": 2, "hash_ids": []}

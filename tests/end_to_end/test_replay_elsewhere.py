@@ -49,6 +49,7 @@ def test_schedulers_that_join_do_what_started_ones_do(daemon_with_states: Daemon
     assert not (daemon_with_states.dir / "replay.sock").exists()
 
 
+@pytest.mark.heavy
 def test_the_ranks_of_a_scheduler_join_from_processes_that_nobody_started_together(
     daemon_factory: DaemonFactory,
 ) -> None:
@@ -82,6 +83,7 @@ def test_one_that_is_killed_is_named_and_the_others_end(daemon_with_states: Daem
     wait_until(lambda: daemon_with_states.pool()["free"] == 300, "all slots are back")
 
 
+@pytest.mark.heavy
 def test_a_replay_that_is_killed_ends_its_schedulers(daemon_with_states: Daemon) -> None:
     with replay_of_two(daemon_with_states, "--speed", "1") as (replay, schedulers):
         wait_until(lambda: len(daemon_with_states.pool()["holders"]) == 2, "both are attached", timeout=30.0)

@@ -28,7 +28,7 @@ from mambapool.service.table_writer import SlotTableWriter
 #: Every crash point, or of each kind of change no more than so many, evenly spread: first crashes, and for each of
 #: them crashes of its recovery. All of them take minutes (``make faults``).
 ALL_POINTS = bool(os.environ.get("MAMBAPOOL_ALL_CRASH_POINTS"))
-MOST_LINES = 80
+MOST_LINES = 50
 MOST_AGAIN = 2
 
 

@@ -23,6 +23,7 @@ def bench(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.heavy
 def test_figures_come_as_json_and_what_is_going_on_on_stderr() -> None:
     done = bench(CHECKOUT / "docs", "--quick", "--json", "--goal", "6", "--goal", "11")
     assert done.returncode == 0, done.stderr
