@@ -35,7 +35,7 @@ fuzz: install  ## Everything but what a daemon expects, at least 100,000 message
 	$(BIN)/python tests/faults/fuzz.py --seconds $(FUZZ) --messages 100000
 
 faults: install  ## A crash before every store, each with a crash at every store of the recovery
-	MAMBAPOOL_ALL_CRASH_POINTS=1 $(BIN)/python -m pytest -n $(JOBS) -m 'heavy or not heavy' tests/faults --timeout 3600
+	$(BIN)/python -m pytest -n $(JOBS) -m 'heavy or not heavy' tests/faults --timeout 3600
 
 groups: install  ## Ranks over dying allocators, and beside a rival, in full size
 	$(BIN)/python -m pytest -n $(JOBS) -m 'heavy or not heavy' tests/faults/test_group_restarts.py tests/faults/test_group_limbo.py

@@ -24,7 +24,7 @@ def _collect_garbage() -> Iterator[None]:
 def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """A developer's own MAMBAPOOL_ variables are not for the daemons of tests."""
     for name in list(os.environ):
-        if name.startswith("MAMBAPOOL_") and name != "MAMBAPOOL_ALL_CRASH_POINTS":
+        if name.startswith("MAMBAPOOL_"):
             monkeypatch.delenv(name)
 
 
