@@ -32,6 +32,7 @@ from mambapool.service.config import AllocatorConfig
 from mambapool.service.dispatcher import Dispatcher
 from mambapool.service.door import Door, remove_stale_socket
 from mambapool.service.keepers import wait_for_keepers
+from mambapool.service.priority import raise_priority
 from mambapool.service.watcher import Watcher
 
 _log = logging.getLogger("mambapool.allocator")
@@ -72,6 +73,7 @@ def run_allocator(config: AllocatorConfig, announce: Callable[[dict[str, Any]], 
     started = time.monotonic()
     directory = RuntimeDir.for_server(config.dir)
     wait_s = ORPHAN_WAIT_S if config.parent_pid is not None else 0.0
+    nice = raise_priority()  # before there are threads: each has its own
     ProcessLock(directory.allocator_lock, "allocator", wait_s=wait_s)
     directory.ready.unlink(missing_ok=True)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -100,7 +102,7 @@ def run_allocator(config: AllocatorConfig, announce: Callable[[dict[str, Any]], 
             "pools": sorted(registry.pools),
         }
         directory.write_ready(ready)
-        _log.info("ready: pid %d, %s, pools %s", os.getpid(), directory.endpoint, ready["pools"])
+        _log.info("ready: pid %d, nice %d, %s, pools %s", os.getpid(), nice, directory.endpoint, ready["pools"])
         announce(ready)
         # What is alive now stays: no collection needs to look at it again.
         gc.collect()

@@ -18,6 +18,7 @@ import pytest
 from daemons import mambapool
 
 from mambapool.service.config import AllocatorConfig, PoolConfig
+from mambapool.service.priority import NICE
 
 #: The goals.
 READY_RATIO = 1.4
@@ -40,11 +41,11 @@ class Started:
 
 
 @contextmanager
-def started(config: str, *interpreter_options: str) -> Iterator[Started]:
+def started(config: str, *interpreter_options: str, by: tuple[str, ...] = ()) -> Iterator[Started]:
     """As ``serve`` starts it; ended, and its stderr read to the end, afterwards."""
     began = time.perf_counter()
     reading, writing = os.pipe()
-    command = [sys.executable, *interpreter_options, "-m", "mambapool.service.allocator_process", config]
+    command = [*by, sys.executable, *interpreter_options, "-m", "mambapool.service.allocator_process", config]
     with subprocess.Popen(
         [*command, str(writing)], pass_fds=[writing], stderr=subprocess.PIPE, text=True
     ) as process:
@@ -101,6 +102,21 @@ def test_it_takes_little_memory(config: str, record_property: RecordProperty) ->
     sys.stdout.write(f"\nresident: {rss_kib} kB at 65,536 slots\n")
     record_property("rss_kib", rss_kib)
     assert rss_kib <= RSS_KIB
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may have a higher priority")
+@pytest.mark.parametrize(
+    ("by", "nice"),
+    [((), NICE), (("nice", "-n", "3"), 3), (("setpriv", "--bounding-set", "-sys_nice"), 0)],
+    ids=["as it is", "with a nice value of its own", "where it may not"],
+)
+def test_it_goes_before_others_where_it_may(config: str, by: tuple[str, ...], nice: int) -> None:
+    with started(config, by=by) as allocator:
+        threads = [int(name) for name in os.listdir(f"/proc/{allocator.process.pid}/task")]
+        values = {thread: os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}
+    assert values[allocator.process.pid] == nice
+    # The watcher and libzmq's two; numpy's own, which have nothing to do, came before.
+    assert list(values.values()).count(nice) > 3
 
 
 def test_it_tells_its_parent_what_is_in_the_way_and_does_not_log_it_too(runtime_dir: Path, config: str) -> None:
