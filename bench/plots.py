@@ -33,7 +33,9 @@ EFFORT = Effort(runs=1, blocks=12, calls=3)  # a cycle of 64 in a list of a mill
 def main() -> None:
     import torch
 
-    torch.set_num_threads(1)  # long lists are copied by several threads, which only get in each other's way on one core
+    torch.set_num_threads(
+        1
+    )  # long lists are copied by several threads, which only get in each other's way on one core
     FOLDER.mkdir(exist_ok=True)
     by_pool_size = {size: per_slot_us(COUNT, size) for size in POOL_SIZES}
     by_group_size = {count: per_slot_us(count, SIZE) for count in GROUP_SIZES}
