@@ -32,8 +32,8 @@ class AsyncTransfers:
         try:
             await self._calls.call(protocol.OFFER, packed_ids(ids), receiver)
         except InvalidSlots:
-            self._steps.withdraw(ids)
-            raise
+            if self._steps.end_offer(ids):
+                raise
 
     async def accept(self, timeout: float) -> torch.Tensor | None:
         self._calls.check_loop()

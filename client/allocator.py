@@ -244,6 +244,15 @@ class SlotAllocator:
         with self._lock:
             self._record.offer(slots)
 
+    def end_offer(self, slots: list[int]) -> bool:
+        """The allocator refuses an offer of these: they are plainly this client's again.
+
+        False if none of them is: an allocator that died before it answered had made the offer, and the receiver
+        was there before the repeat.
+        """
+        with self._lock:
+            return self._record.end_offer(slots)
+
     def offer_later(self, slots: torch.Tensor, receiver: int) -> None:
         """Offer slots to another session without waiting; only if :attr:`offers_later`."""
         raise NotImplementedError

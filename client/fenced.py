@@ -306,8 +306,8 @@ class Fenced(SlotAllocator):
         try:
             self._transport.call(protocol.OFFER, packed_ids(slots), entry.receiver, deadline=deadline)
         except InvalidSlots as error:
-            self.hold(slots)
-            self._refusals.append(error)
+            if self.end_offer(slots):
+                self._refusals.append(error)
         except AllocatorUnavailable:
             with self._lock:
                 ours = [slot for slot in slots if self._table.holder_of(slot) == self._transport.number]

@@ -43,8 +43,8 @@ class GroupTransfers:
             try:
                 self._allocator.shared.slots(call, offer)
             except InvalidSlots:
-                self._allocator.hold(ids)
-                raise
+                if self._allocator.end_offer(ids):
+                    raise
 
     def accept(self, timeout: float) -> torch.Tensor | None:
         """The slots of the oldest offer to this group, the same ones on every rank; None: there was none."""

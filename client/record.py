@@ -94,6 +94,14 @@ class Record:
         if any(self.marks[slot] != HELD for slot in slots):
             self.refuse(slots)
 
+    def end_offer(self, slots: list[int]) -> bool:
+        """An offer of these was refused: those that are still the caller's are plainly so; whether there are any."""
+        self._forget_accepted()
+        still = [slot for slot in slots if self.marks[slot] == OFFERED]
+        for slot in still:
+            self.marks[slot] = HELD
+        return bool(still)
+
     def _forget_accepted(self) -> None:
         """What was on offer and has another holder now was accepted: nobody tells the giver."""
         if OFFERED in self.marks:

@@ -35,8 +35,8 @@ class Transfers:
         try:
             self._transport.call(protocol.OFFER, packed_ids(ids), receiver)
         except InvalidSlots:
-            self.withdraw(ids)
-            raise
+            if self._allocator.end_offer(ids):
+                raise
 
     def accept(self, timeout: float) -> torch.Tensor | None:
         """The slots of the oldest offer to this session, waited for ``timeout`` seconds; None: there was none."""
@@ -61,9 +61,9 @@ class Transfers:
         self._allocator.offer(ids)
         return ids
 
-    def withdraw(self, ids: list[int]) -> None:
-        """The offer was refused."""
-        self._allocator.hold(ids)
+    def end_offer(self, ids: list[int]) -> bool:
+        """The offer was refused; see :meth:`SlotAllocator.end_offer`."""
+        return self._allocator.end_offer(ids)
 
     def take(self, reply: list[Any]) -> torch.Tensor | None:
         """What an ACCEPT was answered with is this session's."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -172,6 +173,25 @@ def test_an_offer_outlives_its_allocator(pool: FreshPool, giver: Worker, receive
     receiver.allocator.free(torch.tensor([4, 2, 3]))
     giver.allocator.free(torch.tensor([1]))
     wait_until(lambda: pool.available == 16, "all are free")
+
+
+def test_an_offer_that_was_accepted_before_its_giver_could_ask_again_is_made(
+    pool: FreshPool, giver: Worker, receiver: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An allocator made it and died before it said so; the next one has the receiver's request before the repeat."""
+    ask = giver._transport.call
+
+    def asked_again(op: int, *arguments: Any) -> list[Any]:
+        ask(op, *arguments)
+        restart(pool.daemon)
+        assert sorted(ids(receiver.accept(timeout=5.0))) == [2, 4]
+        return ask(op, *arguments)
+
+    monkeypatch.setattr(giver._transport, "call", asked_again)
+    giver.transfer(torch.tensor([4, 2]), to=receiver.session)
+    assert (pool.held_by(giver), pool.held_by(receiver)) == ({1, 3}, {2, 4})
+    assert giver.allocator.held() == [1, 3]
+    assert "held by session" in refused_to_free(giver, 2)
 
 
 def test_who_dies_between_offer_and_accept_while_no_allocator_runs(
