@@ -27,6 +27,8 @@ class LeaderAllocator(GroupCalls):
     def __init__(self, transport: Transport, device: torch.device | str, group: Group, **options: Any) -> None:
         super().__init__(transport, device, group, **options)
         self._limbo = Limbo()
+        #: How often something has left it.
+        self._left = 0
         #: The allocator has a window open that has ended here: it is told with the next slots.
         self._window_owed = False
         self._got: list[int] = []
@@ -97,9 +99,10 @@ class LeaderAllocator(GroupCalls):
         if count > self.size:
             self._check_usable()
             return None
+        left = self._left
         slots = self._ask_for(count, None, tag)
         if slots is None:
-            slots = self._reuse(count, tag)
+            slots = self._reuse(count, tag, left)
         if slots is None and timeout:
             slots = self._ask_for(count, timeout, tag)
         return slots
@@ -108,12 +111,12 @@ class LeaderAllocator(GroupCalls):
         """From the allocator."""
         return None if self._alloc_by_message(count, timeout, tag) is None else self._got
 
-    def _reuse(self, count: int, tag: str | None) -> list[int] | None:
-        """From the limbo, and what it lacks from the allocator."""
+    def _reuse(self, count: int, tag: str | None, left: int) -> list[int] | None:
+        """From the limbo, and what it lacks from the allocator, which was asked before when ``left`` had left it."""
         with self._lock:
             kept, number = self._limbo.take(count)
-        if not kept:
-            return None
+            if not kept and left == self._left:  # else the background thread has given the allocator something
+                return None
         got: list[int] | None = []
         if len(kept) < count:
             try:
@@ -146,6 +149,7 @@ class LeaderAllocator(GroupCalls):
             self._check_usable()
             with self._lock:
                 carried = self._post_freed(protocol.FREE)
+                left = self._left
             # No pool has more slots, and the wire carries no larger number than an int32.
             reply = self._ask(protocol.BEGIN, carried, min(count, self.size + 1), partial, *tagged(tag))
             granted = reply[2] != protocol.NONE
@@ -157,7 +161,7 @@ class LeaderAllocator(GroupCalls):
             with self._lock:
                 slots += self._limbo.take(count - len(slots))[0]
         elif not granted and count <= self.size:
-            slots = self._reuse(count, tag) or []
+            slots = self._reuse(count, tag, left) or []
             for slot in slots:  # nobody was given them yet
                 self._marks[slot] = 0
         self._tensors.make(slots)
@@ -202,6 +206,7 @@ class LeaderAllocator(GroupCalls):
     def _post_freed(self, op: int) -> Posted | None:
         """Under the lock: number what has left the limbo, to be carried along."""
         passed = self._limbo.take_passed(self._group.passed()) if self._limbo else []
+        self._left += bool(passed)
         return self._posted.append(op, packed(passed), len(passed)) if passed else None
 
     def _give_back(self) -> None:

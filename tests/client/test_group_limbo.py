@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from groups import join, on_all
 
 from mambapool.client import Worker
 from mambapool.client.background import TICK_S
+from mambapool.client.group_leader import LeaderAllocator
 from mambapool.client.limbo import Limbo
 from mambapool.pool.errors import GroupBroken
 
@@ -94,6 +96,30 @@ def test_what_the_limbo_lacks_comes_from_the_pool(pool: FreshPool) -> None:
     second.allocator.free(torch.tensor([2, 4]))
     assert second.allocator.available_size() == 5
     assert ids(second.allocator.alloc(5)) == [6, 7, 8, 2, 4]
+
+
+def test_what_leaves_the_limbo_after_the_pool_was_found_empty_is_had_from_the_pool(
+    pool: FreshPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = join(pool, 2)
+    everything = list(range(1, 9))
+    for rank in (first, second):
+        assert ids(rank.allocator.alloc(8)) == everything
+    first.allocator.free(torch.tensor(everything))
+    leader = first.allocator
+    assert isinstance(leader, LeaderAllocator)
+    ask = leader._ask_for
+
+    def asked(*arguments: Any) -> list[int] | None:
+        got = ask(*arguments)
+        if got is None:
+            second.allocator.free(torch.tensor(everything))
+            comes_to(pool, 8)
+        return got
+
+    monkeypatch.setattr(leader, "_ask_for", asked)
+    assert ids(first.allocator.alloc(8)) == everything
+    assert ids(second.allocator.alloc(8)) == everything
 
 
 def test_what_others_took_meanwhile_leaves_the_limbo_as_it_was(pool: FreshPool) -> None:

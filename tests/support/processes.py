@@ -107,7 +107,8 @@ class Child:
             return
         self._closed = True
         if self._status is None and not self._told.waiting():
-            os.kill(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # its end is being told just now
+                os.kill(self.pid, signal.SIGKILL)
         self.wait()
         with contextlib.suppress(BrokenPipeError):
             self._input.close()
