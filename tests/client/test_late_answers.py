@@ -117,7 +117,9 @@ def test_a_call_that_is_interrupted_as_by_ctrl_c_keeps_nothing(
 def test_a_client_that_gives_up_all_the_time_loses_and_doubles_nothing(pool: FreshPool) -> None:
     """Against an allocator that is stopped and continued all the time; two clients, so that order varies."""
     chance = random.Random(63)
-    players = [(pool.allocator(timeout=0.01), set[int]()) for _ in range(2)]
+    players = [(pool.allocator(), set[int]()) for _ in range(2)]
+    for allocator, _ in players:
+        allocator._transport.timeout = 0.01
     over = threading.Event()
 
     def stop_and_go() -> None:
@@ -130,7 +132,7 @@ def test_a_client_that_gives_up_all_the_time_loses_and_doubles_nothing(pool: Fre
     stopper.start()
     gave_up = 0
     try:
-        for _ in range(400):
+        for _ in range(1000):
             allocator, held = chance.choice(players)
             count = chance.randint(1, 4)
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 from collections.abc import Iterator
@@ -34,12 +35,14 @@ class Gathering:
         self._all: Future[None] = thread.submit(
             lambda: self._joined.extend(joined_schedulers(asked, jobs_of(asked)))
         )
-        wait_until((directory / "replay.sock").exists, "the replay listens")
+        wait_until((directory / "replay.sock").exists, "the replay has its socket")
 
     def connect(self, name: str, scheduler: int | None = None, rank: int | None = None) -> socket.socket:
         connection = self._closing.enter_context(socket.socket(socket.AF_UNIX))
         connection.settimeout(10.0)
-        connection.connect(str(self._directory / "replay.sock"))
+        address = str(self._directory / "replay.sock")
+        # There before it is listened to.
+        wait_until(lambda: connection.connect_ex(address) in (0, errno.EISCONN), "the replay listens")
         hello = {"name": name, "dir": f"/its/{name}", "scheduler": scheduler, "rank": rank}
         connection.sendall(json.dumps(hello).encode() + b"\n")
         return connection
