@@ -1,7 +1,8 @@
 """``python -m mambapool.pool.cuda_probe``: whether memory of a GPU can be shared between two processes here.
 
-As ``export`` it says a packed descriptor in hex and, after a line of input, what the importer has written there. As
-``import`` it reads the descriptor, opens the memory, and writes. For ``mambapool doctor``, which gives up on either.
+As ``export`` it says a packed descriptor in hex and, after a line of input, whether what the importer has written is
+there. As ``import`` it reads the descriptor, opens the memory, and writes. For ``mambapool doctor``, which gives up on
+either.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def _export(ordinal: int) -> None:
     data = bytearray(1)
     with primary_context(block.device).current():
         call("cuMemcpyDtoH", data, block.address, 1)
-    print(data[0], flush=True)  # noqa: T201
+    print("same" if data[0] == WRITTEN else "other", flush=True)  # noqa: T201
 
 
 def _import() -> None:

@@ -204,6 +204,7 @@ class Dispatcher:
             held = sum(member.held for member in members)
             who = f"session {session.number} ({session.name}, pid {session.pid}) is alive and may"
             if group is not None and group.formed:
+                alive.sort(key=lambda member: member.rank)
                 pids = ", ".join(f"rank {member.rank} (pid {member.pid})" for member in alive)
                 who = f"session {session.number} is of group {group.name}, of which {pids} live and may"
             raise AllocatorUnavailable(

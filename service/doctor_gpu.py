@@ -7,47 +7,25 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from mambapool.pool.cuda import CONTEXT_EVENTS_VERSION, INSTALL
-from mambapool.pool.cuda_probe import WRITTEN
 from mambapool.service.findings import Finding, bad, good, note
 
 #: A driver that hangs is a finding, too.
 TIMEOUT_S = 20.0
 
-_LIST = """
-import json
-from mambapool.pool import cuda
-from mambapool.pool.errors import CudaError
-try:
-    cuda.bindings()
-    devices = cuda.visible_devices()
-    bindings = cuda.bindings()
-    attribute = bindings.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED
-    print(json.dumps({"version": cuda.driver_version(), "devices": [
-        [str(d), bool(cuda.call("cuDeviceGetAttribute", attribute, cuda.call("cuDeviceGet", d.ordinal)))]
-        for d in devices], "visible": cuda.visible_text(devices)}))
-except CudaError as error:
-    print(json.dumps({"error": str(error)}))
-"""
-
 
 def look_at_gpus(*, wanted: bool) -> Iterator[Finding]:
     """``wanted``: without a GPU something does not work; else it is only said."""
-    listed = _python("-c", _LIST)
+    listed = _python("-m", "mambapool.pool.cuda_list")
     try:
         seen = json.loads(listed)
     except ValueError:
         seen = {"error": listed or "the driver did not answer"}
     if "error" in seen:
         lacking = bad if wanted else note
-        todo = (
-            INSTALL
-            if "cuda-bindings" in seen["error"]
-            else "install NVIDIA's driver, or let this process see a GPU"
-        )
+        todo = seen.get("todo") or "install NVIDIA's driver, or let this process see a GPU"
         yield lacking("GPU", seen["error"], "--device cuda cannot be used here; --device cpu can", todo)
         return
-    yield _driver(seen["version"])
+    yield _driver(seen["version"], has_context_events=seen["has_context_events"])
     for ordinal, (device, has_ipc) in enumerate(seen["devices"]):
         if not has_ipc:
             yield bad(f"GPU {ordinal}", f"{device}: no CUDA IPC", "it cannot keep a pool", "use another device")
@@ -56,9 +34,9 @@ def look_at_gpus(*, wanted: bool) -> Iterator[Finding]:
         yield _probe(ordinal)
 
 
-def _driver(version: int) -> Finding:
+def _driver(version: int, *, has_context_events: bool) -> Finding:
     text = f"CUDA {version // 1000}.{version % 1000 // 10}"
-    if version < CONTEXT_EVENTS_VERSION:
+    if not has_context_events:
         return note(
             "driver",
             text,
@@ -95,7 +73,7 @@ def _probe(ordinal: int) -> Finding:
             return bad(what, f"no answer within {TIMEOUT_S:g} s", "the driver hangs", "look at dmesg")
         finally:
             exporter.kill()
-    if read.strip() != str(WRITTEN):
+    if read.strip() != "same":
         return bad(what, "what was written is not there", "the two processes have different memory", "tell us")
     return good(what, "works between two processes", "a keeper and its workers see the same states")
 

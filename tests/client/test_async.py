@@ -177,8 +177,9 @@ async def test_a_transfer_can_be_cancelled_in_every_pass_of_the_loop(attach: Att
 async def test_what_a_cancelled_accept_was_given_the_next_one_returns(attach: Attach, pool: FreshPool) -> None:
     giver, receiver = await attach(), await attach()
     slots = granted(await giver.allocator.alloc(3))
+    before = receiver.messages
     waiting = asyncio.create_task(receiver.accept(timeout=60.0))
-    await asyncio.sleep(0.05)
+    await eventually(lambda: receiver.messages > before, "the ACCEPT was sent")
     waiting.cancel()
     await asyncio.wait([waiting])
     await giver.transfer(slots, to=receiver.session)
@@ -226,13 +227,15 @@ async def test_a_request_that_was_cancelled_before_it_was_sent_costs_nothing(
     with paused(pool.daemon):
         # More than are on their way at once.
         tasks = [asyncio.create_task(worker.allocator.alloc(1)) for _ in range(600)]
-        await asyncio.sleep(0.02)
+        await eventually(
+            lambda: len(worker._calls._open) == loop_calls.MAX_OPEN, "as many as may be are on their way"
+        )
         sent = worker.messages
         for task in reversed(tasks):
             task.cancel()
         await asyncio.wait(tasks)
         assert all(task.cancelled() for task in tasks)
-        assert worker.messages - sent <= 256 + 8, "a CANCEL for each that was sent"
+        assert worker.messages - sent <= loop_calls.MAX_OPEN + 8, "a CANCEL for each that was sent"
     await all_accounted_for(worker, pool)
 
 
@@ -269,7 +272,7 @@ async def never_blocked(at_most: float = 0.25) -> AsyncIterator[None]:
             last = now
 
     ticking = asyncio.create_task(tick())
-    await asyncio.sleep(0.01)
+    await eventually(lambda: gaps, "it comes by")
     try:
         yield
     finally:
@@ -300,7 +303,8 @@ async def test_connecting_does_not_block_the_loop(attach: Attach, pool: FreshPoo
     held = granted(await holder.allocator.alloc(SLOTS))
     async with never_blocked():
         waiting = asyncio.create_task(attach(guarantee=SLOTS, timeout=20.0))
-        await asyncio.sleep(0.1)
+        while not (await asyncio.to_thread(pool.status))["waiting"]:
+            assert not waiting.done()
         await holder.allocator.free(held)
         worker = await waiting
     assert worker.allocator.size == SLOTS
@@ -343,13 +347,13 @@ async def test_connect_async_has_the_parameters_of_connect() -> None:
         await connect_async(frobnicate=1)  # type: ignore[call-arg]
 
 
-async def test_a_close_tells_those_that_wait(worker: AsyncWorker) -> None:
+async def test_a_close_tells_those_that_wait(worker: AsyncWorker, pool: FreshPool) -> None:
     await worker.allocator.alloc(SLOTS)
     waiting = [
         asyncio.create_task(worker.allocator.alloc(1, timeout=60.0)),
         asyncio.create_task(worker.accept(timeout=60.0)),
     ]
-    await asyncio.sleep(0.05)
+    await eventually(lambda: len(worker._calls._open) == 2 and pool.status()["waiting"], "both wait")
     await asyncio.gather(worker.close(), worker.close())
     for result in await asyncio.gather(*waiting, return_exceptions=True):
         assert isinstance(result, ClientClosed), result
@@ -360,7 +364,7 @@ async def test_an_eviction_tells_those_that_wait(worker: AsyncWorker, pool: Fres
 
     await worker.allocator.alloc(SLOTS)
     waiting = asyncio.create_task(worker.allocator.alloc(1, timeout=60.0))
-    await asyncio.sleep(0.05)
+    await eventually(lambda: pool.status()["waiting"], "it waits")
     evict(pool.daemon.directory, 5.0, worker.session, force=True)
     with pytest.raises(AllocatorUnavailable, match=rf"session {worker.session} .*connect again"):
         await waiting
@@ -504,8 +508,10 @@ UNCLOSED = """
     async def main():
         worker = await connect_async(sys.argv[1], pool=sys.argv[2])
         await worker.allocator.alloc(3)
+        before = worker.messages
         tasks = [asyncio.create_task(worker.allocator.alloc(64, timeout=60.0)), asyncio.create_task(worker.accept(60))]
-        await asyncio.sleep(0.05)
+        while worker.messages < before + 2:
+            await asyncio.sleep(0)
         print("bye", flush=True)
 
     asyncio.run(main())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from fresh_pool import FreshPool, FreshPoolFactory, granted, ids
 from groups import join, on_all
 
 from mambapool.client import Worker
-from mambapool.client.background import TICK_S
+from mambapool.client.background import background
 from mambapool.client.group_leader import LeaderAllocator
 from mambapool.client.limbo import Limbo
 from mambapool.pool.errors import GroupBroken
@@ -23,13 +22,26 @@ def pool(fresh_pool: FreshPoolFactory) -> FreshPool:
     return fresh_pool(8)
 
 
+class Rounds:
+    """Is looked after like a client, and counts how often."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def tick(self) -> None:
+        self.count += 1
+
+
 def let_the_background_look() -> None:
-    """It has had its turn, several times."""
-    time.sleep(4 * TICK_S)
+    """Every client of this process has had its turn, several times."""
+    rounds = Rounds()
+    background().add(rounds)
+    wait_until(lambda: rounds.count > 3, "the background thread has looked")
 
 
 def stays(pool: FreshPool, free: int) -> None:
     let_the_background_look()
+    pool.status()  # a round trip: what was posted meanwhile has come
     assert pool.available == free
 
 

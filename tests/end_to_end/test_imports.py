@@ -61,6 +61,17 @@ def test_packages_import_one_another_in_one_direction_only(package: str) -> None
         assert ours <= allowed, f"{path} imports {ours - allowed}"
 
 
+def test_nothing_of_the_service_imports_torch_or_calls_cuda() -> None:
+    """``mambapool doctor`` has children for that."""
+    for path in sources("service"):
+        found = {
+            name
+            for name in imports(path)
+            if name.split(".")[0] in ("torch", "cuda") or name.startswith("mambapool.pool.cuda")
+        }
+        assert not found, f"{path} imports {found}"
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_pickle_and_its_relatives_are_imported_nowhere(package: str) -> None:
     for path in sources(package):

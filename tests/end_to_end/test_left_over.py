@@ -16,7 +16,7 @@ from processes import TORN_DOWN, Children
 DaemonFactory = Callable[..., Daemon]
 
 READER = """
-    import os, signal, sys, time
+    import os, signal, sys
     from mambapool.client import connect
 
     worker = connect(sys.argv[1])
@@ -28,7 +28,7 @@ READER = """
         worker.close()
     if ending in ("SIGTERM", "SIGKILL"):
         os.kill(os.getpid(), getattr(signal, ending))
-        time.sleep(60)
+        signal.pause()
 """
 
 ENDINGS = {"close": 0, "return": 0, "exception": 1, "SIGTERM": -signal.SIGTERM, "SIGKILL": -signal.SIGKILL}
@@ -65,12 +65,12 @@ def test_a_reader_that_leaves_in_any_way_takes_no_memory_along(
 
 
 HOLDER = """
-    import sys, time
+    import sys
     from mambapool.client import connect
 
     worker = connect(sys.argv[1])
     print(worker.allocator.alloc(5).tolist(), flush=True)
-    time.sleep(600)
+    sys.stdin.read()
 """
 
 

@@ -22,7 +22,6 @@ SOURCES = [
     *(ROOT / "client").glob("*.py"),
     *(ROOT / "client/replay").glob("*.py"),
     *(ROOT / "client/sglang").glob("*.py"),
-    ROOT / "service/doctor_gpu.py",
 ]
 
 WHEEL = os.environ.get("TORCH_WHEEL", "")

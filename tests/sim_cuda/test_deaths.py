@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 
 import pytest
 from daemons import wait_until
@@ -52,7 +51,8 @@ def test_slots_stay_back_until_the_process_has_ended_and_a_while_has_passed(gpu_
     wait_until(lambda: gpu_pool.daemon.pool()["quarantined"] == 8, "its slots are quarantined")
     assert gpu_pool.daemon.pool()["holders"][0]["state"] == "gone"
     taker = gpu_pool.start(TAKER)
-    time.sleep(0.6)  # longer than the quarantine: the process lives
+    status, over = gpu_pool.daemon.status, gpu_pool.daemon.status()["uptime_s"] + 0.6
+    wait_until(lambda: status()["uptime_s"] > over, "the quarantine would be over, but the process lives")
     assert not taker.has_said_something()
     os.kill(dying.pid, 9)
     assert [taker.hear(), taker.hear()] == ["has them", "{9}"]
