@@ -27,6 +27,9 @@ DEVICES = ("cpu", "cuda")
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
+#: Ranks of one pool: eight nodes of eight devices are 64; the bound only keeps mistakes out.
+MAX_TP_SIZE = 1024
+
 #: Ids travel and are stored as int32.
 MAX_SLOTS = 2**31 - 2
 

@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from mambapool.pool.errors import ConfigError
-from mambapool.pool.layout import DEVICES, Geometry, check_slots
+from mambapool.pool.layout import DEVICES, MAX_TP_SIZE, Geometry, check_slots
 from mambapool.pool.runtime_dir import check_pool_name
 
 DEFAULT_POOL = "default"
-
-#: Ranks of one pool: eight nodes of eight devices are 64; the bound only keeps mistakes out.
-MAX_TP_SIZE = 1024
 
 
 @dataclass(frozen=True, slots=True)

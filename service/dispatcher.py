@@ -19,6 +19,7 @@ from mambapool.service.audit import snapshot
 from mambapool.service.grant_notes import forget_what_was_freed
 from mambapool.service.one_slot import OneSlot
 from mambapool.service.plain_batches import PlainBatches
+from mambapool.service.pool_report import pool_status
 from mambapool.service.pools import Pool
 from mambapool.service.posted import PostedMessages
 from mambapool.service.registry import Registry
@@ -186,7 +187,7 @@ class Dispatcher:
     def _status(self, _identity: bytes, request_id: int, message: list[Any], now: float) -> bytes:
         if len(message) != 6:
             raise ProtocolError("STATUS has 6 fields")
-        pools = [pool.status(now) for pool in self.registry.pools.values()]
+        pools = [pool_status(pool, now) for pool in self.registry.pools.values()]
         status = {"epoch": self.epoch, "pid": os.getpid(), **self._status_header(), "pools": pools}
         return self.replies.pack((request_id, self.epoch, OK, status))
 

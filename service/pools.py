@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from mambapool.pool import slot_table as st
 from mambapool.pool.descriptor import SHM
-from mambapool.pool.errors import AllocatorUnavailable, GuaranteeExceeded, InvalidSlots, NotHolder
+from mambapool.pool.errors import GuaranteeExceeded
 from mambapool.pool.group_page import DIED
 from mambapool.pool.layout import Geometry
 from mambapool.service.batch_commits import BatchCommits
 from mambapool.service.groups import Group
 from mambapool.service.ledger import Ids, Ledger
+from mambapool.service.offers import Offers
 from mambapool.service.one_slot_commits import OneSlotCommits
 from mambapool.service.sessions import GUARANTEE_REQUEST, Session, SessionRows
 from mambapool.service.table_writer import SlotTableWriter
@@ -29,15 +29,6 @@ class Shard:
     socket_name: str
     uuid: bytes
     backend: str = SHM
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """Slots that their holder offers to another session; still the giver's until they are accepted."""
-
-    giver: Session
-    receiver: int
-    ids: Ids
 
 
 class Pool:
@@ -73,7 +64,7 @@ class Pool:
         self.taken_over_at: float | None = None
         self.sessions: dict[int, Session] = {}
         self.groups: dict[str, Group] = {}
-        self.offers: list[Offer] = []
+        self.offers = Offers(self)
         self.waiting = WaitQueue(max_waiters)
         self.rows = SessionRows(table.layout.max_sessions)
         #: Commits of one slot in one go; None where each change has to go step by step.
@@ -125,7 +116,7 @@ class Pool:
         freed = [np.empty(0, np.int32)]
         for session in sessions:
             self.stop_waiting(session)
-            self.offers = [offer for offer in self.offers if offer.giver is not session]
+            self.offers.forget(session)
             if session.held or session is sessions[-1]:
                 freed.append(self._release(session))
             self.table.word(self.table.layout.session(session.row) + st.S_NUMBER, 0)
@@ -138,8 +129,7 @@ class Pool:
     def stop_waiting(self, session: Session) -> None:
         """Nobody is there for it any more: what it waits for, and offers to it, end; staged."""
         self.waiting.remove(session)
-        for offer in [offer for offer in self.offers if offer.receiver == session.number]:
-            self._withdraw(offer)
+        self.offers.end_to(session)
 
     def quarantine(self, session: Session, now: float) -> None:
         """Its process is dead, but not its work on the GPU: its slots stay its own, everything else of it ends.
@@ -153,19 +143,14 @@ class Pool:
         session.dead_since = now
         if session.group is not None and session.group.formed:
             session.group.page.end(session.rank, DIED)  # the others need not wait for it
-        self.end_offers(session)
+        self.offers.end(session)
         if session.window:
             self._set_window(session, 0)
         self.commit()
 
-    def end_offers(self, session: Session) -> None:
-        """Those of a session and those to it; staged."""
-        for offer in [o for o in self.offers if o.giver is session or o.receiver == session.number]:
-            self._withdraw(offer)
-
     def clear(self, session: Session, number: int) -> None:
         """Apply posted message ``number``: free all that this session holds, its window included; staged."""
-        self.offers = [offer for offer in self.offers if offer.giver is not session]
+        self.offers.forget(session)
         self._release(session)
         self.close_window(session)
         self.skip(session, number)
@@ -223,57 +208,12 @@ class Pool:
         if session.window:
             self._set_window(session, 0)
 
-    def offer(self, session: Session, ids: Ids, receiver: int) -> None:
-        """Offer slots of ``session`` to another one of this pool; they stay its own, but cannot be freed."""
-        other = self.sessions.get(receiver)
-        if other is None or other is session or other.gone or other.dead_since is not None:
-            raise InvalidSlots(f"session {receiver} is no other session of pool {self.name}", ids.tolist())
-        if session.guarantee:
-            granted = [int(slot) for slot in ids if self._is_guaranteed(session, int(slot))]
-            if granted:
-                raise NotHolder("slots of a guarantee cannot be transferred: they are its holder's", granted)
-        self.ledger.offer(ids, session.number)
-        session.offered += len(ids)
-        self.table.offer(ids, receiver)
-        self.commit()
-        self.offers.append(Offer(session, receiver, ids))
-
     def holder(self, number: int) -> int:
         """The session that holds slots for session ``number``: its group's rank 0, or itself."""
         session = self.sessions.get(number)
         if session is None or session.group is None or 0 not in session.group.members:
             return number
         return session.group.members[0].number
-
-    def is_offered(self, session: Session, ids: Ids, receiver: int) -> bool:
-        """Whether these very slots of ``session`` are on offer to ``receiver`` already."""
-        wanted = sorted(ids.tolist())
-        return any(
-            offer.giver is session and offer.receiver == receiver and sorted(offer.ids.tolist()) == wanted
-            for offer in self.offers
-        )
-
-    def accept(self, session: Session, request_id: int) -> Ids | None:
-        """Take the oldest offer to ``session``, whole, or None if there is none; never both hold it."""
-        offer = next((offer for offer in self.offers if offer.receiver == session.number), None)
-        if offer is None:
-            return None
-        if session.held + len(offer.ids) > session.limit:
-            raise AllocatorUnavailable(
-                f"{len(offer.ids)} slots are offered, and the limit of {session.limit} leaves room for "
-                f"{session.limit - session.held}"
-            )
-        self.offers.remove(offer)
-        # Sorted as a repeated reply would be after a restart, which knows no other order.
-        ids = offer.ids[np.argsort(self.table.orders[offer.ids], kind="stable")]
-        self.ledger.hand_over(ids, session.number)
-        offer.giver.held -= len(ids)
-        offer.giver.offered -= len(ids)
-        session.held += len(ids)
-        self.table.move(ids, st.owner_word(session.number), request_id)
-        session.granted_at[request_id] = session.heard
-        self.commit()
-        return ids
 
     def commit(self) -> None:
         self.table.commit(self.ledger.free_count)
@@ -312,85 +252,12 @@ class Pool:
         self.lost = reason
         self.table.set_lost()
 
-    def check(self) -> None:
-        """Look at every slot: list, table and sessions tell the same. O(N)."""
-        self.ledger.check()
-        assert np.array_equal(self.table.free_list(), self.ledger.free_slots()), (
-            f"pool {self.name}: the slot table's free list is not the ledger's"
-        )
-        for session in self.sessions.values():
-            held = self.ledger.held_by(session.number)
-            assert len(held) == session.held, (
-                f"pool {self.name}: session {session.number} holds {len(held)} slots, counted {session.held}"
-            )
-            assert np.array_equal(held, self.table.held_by(st.owner_word(session.number))), (
-                f"pool {self.name}: the slot table and the ledger differ on session {session.number}"
-            )
-        held_by_all = sum(session.held for session in self.sessions.values())
-        assert self.ledger.free_count + held_by_all == self.slots, (
-            f"pool {self.name}: {self.ledger.free_count} free and {held_by_all} held of {self.slots}"
-        )
-        offered = sorted(int(slot) for offer in self.offers for slot in offer.ids)
-        assert offered == np.flatnonzero(self.table.offers).tolist(), (
-            f"pool {self.name}: the slot table and the offers differ"
-        )
-
-    def status(self, now: float) -> dict[str, Any]:
-        """The pool's part of ``status --json``; counts are of slots."""
-        windows = self.windows()
-        holders = [
-            {
-                "session": session.number,
-                "name": session.name,
-                "pid": session.pid,
-                "group": session.group.name if session.group else None,
-                "rank": session.rank,
-                "state": session.state(now),
-                "held": session.held - session.offered - windows.get(session.number, 0) - session.quarantined,
-                "windows": windows.get(session.number, 0),
-                "offered": session.offered,
-                "guarantee": session.guarantee,
-                "limit": session.limit,
-                **({"quarantined": session.quarantined} if session.dead_since is not None else {}),
-            }
-            for session in self.sessions.values()
-        ]
-        return {
-            "name": self.name,
-            "slots": self.slots,
-            "free": self.ledger.free_count,
-            "held": sum(holder["held"] for holder in holders),
-            "windows": sum(windows.values()),
-            "offered": sum(session.offered for session in self.sessions.values()),
-            "quarantined": sum(session.quarantined for session in self.sessions.values()),
-            "waiting": self.waiting.slots,
-            "lost": self.lost,
-            "bytes_per_slot": self.geometry.bytes_per_slot if self.geometry else 0,
-            "backend": self.backend,
-            "shards": len(self.shards),
-            "holders": holders,
-        }
-
-    def _is_guaranteed(self, session: Session, slot: int) -> bool:
-        return (
-            0 < slot <= self.slots
-            and int(self.table.owners[slot]) == st.owner_word(session.number)
-            and int(self.table.requests[slot]) == GUARANTEE_REQUEST
-        )
-
     def _granted_to(self, session: Session, request_id: int) -> Ids:
         """What a session holds by one request, in the order in which it was granted."""
         table = self.table
         mine = (table.owners == st.owner_word(session.number)) & (table.requests == request_id)
         ids = np.flatnonzero(mine).astype(np.int32)
         return ids[np.argsort(table.orders[ids], kind="stable")]
-
-    def _withdraw(self, offer: Offer) -> None:
-        """The receiver is gone: the slots are plainly the giver's again; staged."""
-        self.offers.remove(offer)
-        self.ledger.withdraw(offer.ids, offer.giver.number)
-        offer.giver.offered -= len(offer.ids)
-        self.table.offer(offer.ids, 0)
 
     def _release(self, session: Session) -> Ids:
         order = self.ledger.next_order

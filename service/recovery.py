@@ -16,7 +16,9 @@ from mambapool.pool.runtime_dir import RuntimeDir
 from mambapool.service.groups import remove_pages, restore_end, restore_member
 from mambapool.service.leases import Leases, Lock, ReleasedLock, open_lease
 from mambapool.service.ledger import Ids, Ledger
-from mambapool.service.pools import Offer, Pool
+from mambapool.service.offers import Offer
+from mambapool.service.pool_report import check_pool
+from mambapool.service.pools import Pool
 from mambapool.service.quarantine import needs_quarantine
 from mambapool.service.sessions import GUARANTEE_REQUEST, Session, SessionRows
 from mambapool.service.table_contents import SessionRow
@@ -108,7 +110,7 @@ def restore(pool: Pool, leases: Leases, now: float) -> None:
         leases.forget(session.lease, dead=True)
     _bury(pool, dead)
     remove_pages(table.path, [group.number for group in pool.groups.values()])
-    pool.check()
+    check_pool(pool)
     held = sum(session.held for session in pool.sessions.values())
     _log.info("pool %s taken over: %d sessions hold %d slots", pool.name, len(pool.sessions), held)
 
@@ -196,4 +198,4 @@ def _restore_offers(pool: Pool) -> None:
         session = pool.sessions[giver]
         pool.ledger.offer(ids, giver)
         session.offered += len(ids)
-        pool.offers.append(Offer(session, receiver, ids))
+        pool.offers.restore(Offer(session, receiver, ids))

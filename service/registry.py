@@ -21,6 +21,7 @@ from mambapool.service.attach import AttachRequest
 from mambapool.service.groups import Group, new_group, those_ranks
 from mambapool.service.leases import Leases
 from mambapool.service.ledger import Ids
+from mambapool.service.pool_report import check_pool
 from mambapool.service.pools import Pool
 from mambapool.service.quarantine import is_over, needs_quarantine
 from mambapool.service.ranges import ranges
@@ -190,7 +191,7 @@ class Registry:
     def check(self) -> None:
         """Every pool's invariants. O(slots)."""
         for pool in self.pools.values():
-            pool.check()
+            check_pool(pool)
 
     def _new_session(self, request: AttachRequest, identity: bytes) -> Session:
         if self.ending:

@@ -169,8 +169,8 @@ class Requests:
         ids, receiver = unpack_ids(message[6]), pool.holder(message[7])
         if not len(ids):
             raise InvalidSlots("an offer of no slots")
-        if not pool.is_offered(session, ids, receiver):  # a repeat, from before a restart
-            pool.offer(session, ids, receiver)
+        if not pool.offers.is_made(session, ids, receiver):  # a repeat, from before a restart
+            pool.offers.make(session, ids, receiver)
             self._turns.offered(pool, pool.sessions[receiver])
         return self._replies.done(message[2])
 
@@ -178,7 +178,7 @@ class Requests:
         """``[.., wait]``: the oldest offer to this session, or the next one; asked again without, no more."""
         if len(message) != 7 or type(message[6]) is not bool:
             raise ProtocolError("ACCEPT has 7 fields: …, wait")
-        ids = pool.accept(session, message[2])
+        ids = pool.offers.accept(session, message[2])
         session.accepting = message[2] if ids is None and message[6] else 0
         if session.accepting:
             return None

@@ -51,7 +51,7 @@ class Turns:
             return
         receiver.accepting = 0
         try:
-            answer = self._replies.granted(request_id, pool.accept(receiver, request_id), kept=True)
+            answer = self._replies.granted(request_id, pool.offers.accept(receiver, request_id), kept=True)
         except MambaPoolError as error:  # beyond its limit: no fault of the giver's
             answer = Answer(self._replies.refusal(request_id, error))
         receiver.answers[request_id] = answer

@@ -9,10 +9,11 @@ import click
 
 from mambapool.pool.errors import AllocatorUnavailable, PoolLost
 from mambapool.pool.exits import EXIT_DONE, EXIT_FAILED, EXIT_NOT_REACHABLE, EXIT_USAGE
+from mambapool.pool.layout import MAX_TP_SIZE
 from mambapool.pool.runtime_dir import RuntimeDir, candidates, check_pool_name
 from mambapool.service.commands.common import running_daemon
 from mambapool.service.commands.manual import Command
-from mambapool.service.config import DEFAULT_POOL, MAX_TP_SIZE
+from mambapool.service.config import DEFAULT_POOL
 from mambapool.service.options import DURATION, dir_option, json_option, option
 
 

@@ -23,6 +23,7 @@ from leases import TestLeases
 
 from mambapool.pool import protocol
 from mambapool.pool.protocol import unpack_ids
+from mambapool.service.pool_report import check_pool
 from mambapool.service.table_writer import SlotTableWriter
 
 #: ``make test`` has of each kind of change no more than so many points, evenly spread: first crashes, and for each of
@@ -347,11 +348,11 @@ def test_a_crash_before_any_store_changes_nothing_that_a_client_sees(
         for client in (crashed.a, crashed.b):
             client.come_back(allocator)
         answer = _payload(change.say_again(crashed))
-        allocator.pool.check()
+        check_pool(allocator.pool)
         assert _same(change, answer, expected), f"{where}: answered {answer}, without a crash {expected}"
         assert durable(crashed.path) == truth_after, where
         crashed.a.ask(protocol.ALLOC, 1, None, False)
-        allocator.pool.check()
+        check_pool(allocator.pool)
         crashed.remove()  # thousands of tables and group pages otherwise
         if not next(checked) % 100:
             gc.collect()  # tables of allocators that died are mapped until then, and each mapping is a descriptor

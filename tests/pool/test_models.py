@@ -14,8 +14,8 @@ import pytest
 
 from mambapool.pool.errors import ConfigError, ModelConfigError
 from mambapool.pool.layout import DTYPE_BYTES, Geometry, TensorSpec
+from mambapool.pool.model_config import MAX_CONFIG_BYTES
 from mambapool.pool.models import (
-    MAX_CONFIG_BYTES,
     SUPPORTED_MODEL_TYPES,
     StateShape,
     load_model_config,

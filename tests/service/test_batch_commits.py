@@ -9,6 +9,7 @@ from dispatching import make_pool, make_session
 
 from mambapool.pool import slot_table as st
 from mambapool.service.ledger import SMALL_BATCH
+from mambapool.service.pool_report import check_pool
 from mambapool.service.table_writer import SlotTableWriter
 
 SLOTS = 80
@@ -49,4 +50,4 @@ def test_a_recovery_makes_of_the_record_what_the_commit_has_stored(
     recovered = SlotTableWriter.recover(table.path)
     assert bytes(recovered.mapping) == after
     session.held, session.applied, session.window = granted, int(bool(freed)), 3
-    pool.check()
+    check_pool(pool)

@@ -16,6 +16,7 @@ from mambapool.pool.group_page import GroupPage
 from mambapool.service.attach import AttachRequest
 from mambapool.service.dispatcher import Dispatcher
 from mambapool.service.groups import page_path
+from mambapool.service.pool_report import check_pool
 from mambapool.service.pools import Pool, Shard
 from mambapool.service.recovery import recover_table, restore
 
@@ -293,7 +294,7 @@ def test_an_offer_to_any_rank_is_one_to_rank_0(engine: Engine) -> None:
     ranks[0].offer(giver.number, 1)
     assert ranks[0].offer(ranks[1].number, 2)[2] == protocol.INVALID_SLOTS  # to itself
     engine.kill(giver)
-    assert engine.pool.offers == []
+    assert not engine.pool.offers
 
 
 def test_offers_to_a_group_end_with_its_rank_0(engine: Engine) -> None:
@@ -302,7 +303,7 @@ def test_offers_to_a_group_end_with_its_rank_0(engine: Engine) -> None:
     giver.alloc(3)
     giver.offer(ranks[0].number, 1, 2)
     engine.kill(ranks[0])
-    assert engine.pool.offers == []
+    assert not engine.pool.offers
     assert giver.post(protocol.FREE, 1) is None
     assert giver.offer(ranks[1].number, 2)[2] == protocol.INVALID_SLOTS
     engine.dispatcher.registry.check()
@@ -342,6 +343,6 @@ def test_the_largest_group_ends_in_one_change(tmp_path: Path) -> None:
     for session in sessions:
         leases.dead.add(session.lease.name)
         registry.bury(session.lease.name, "its process ended")
-    pool.check()
+    check_pool(pool)
     assert pool.sessions == {}
     assert pool.ledger.free_slots().tolist() == [1, 2, 3, 4]

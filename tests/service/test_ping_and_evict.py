@@ -11,6 +11,7 @@ from leases import TestLeases
 from mambapool.pool import protocol
 from mambapool.pool import slot_table as st
 from mambapool.pool.protocol import EVICT, FREE, GAP, OK, PING, POOL_LOST, REFUSED, UNKNOWN_SESSION
+from mambapool.service.pool_report import pool_status
 from mambapool.service.pools import Pool
 from mambapool.service.registry import Registry
 from mambapool.service.sessions import SUSPECT_AFTER_S
@@ -42,7 +43,7 @@ def test_who_says_nothing_for_a_while_is_suspect_and_keeps_its_slots(client: Cli
     client.alloc(3)
 
     def state(now: float) -> object:
-        return pool.status(now)["holders"][0]["state"]
+        return pool_status(pool, now)["holders"][0]["state"]
 
     assert (state(0.0), state(SUSPECT_AFTER_S)) == ("live", "suspect")
     dispatcher, connection = client.connection.dispatcher, client.connection
@@ -94,7 +95,7 @@ def test_every_request_to_a_lost_pool_is_told_so(client: Client, registry: Regis
     assert pool.table._items[st.H_LOST] == 0
     registry.lose("default", "its keeper died")
     assert pool.table._items[st.H_LOST] == 1
-    assert pool.status(now=0.0)["lost"] == "its keeper died"
+    assert pool_status(pool, 0.0)["lost"] == "its keeper died"
     requests = (
         client.alloc(1),
         client.begin(2),

@@ -52,6 +52,7 @@ from mambapool.pool.protocol import (
 from mambapool.pool.slot_table import owner_word
 from mambapool.service.audit_checks import violations
 from mambapool.service.dispatcher import Dispatcher
+from mambapool.service.pool_report import check_pool
 from mambapool.service.sessions import GUARANTEE_REQUEST
 
 
@@ -459,7 +460,7 @@ class PoolHistory(RuleBasedStateMachine):
     def everything_is_as_in_the_model(self) -> None:
         PoolHistory.steps += 1
         self._late_replies_came()
-        self.pool.check()
+        check_pool(self.pool)
         assert self.pool.ledger.free_slots().tolist() == self.model.free
         image = self.table.words()
         self._compare_rows(image)

@@ -12,6 +12,7 @@ from mambapool.pool.errors import NotHolder
 from mambapool.pool.layout import Geometry, TensorSpec
 from mambapool.pool.slot_table import SlotTableReader
 from mambapool.service.ledger import Ids
+from mambapool.service.pool_report import check_pool, pool_status
 from mambapool.service.pools import Pool, Shard
 from mambapool.service.sessions import GUARANTEE_REQUEST, Session
 
@@ -19,7 +20,7 @@ from mambapool.service.sessions import GUARANTEE_REQUEST, Session
 @pytest.fixture(autouse=True)
 def _checked(pool: Pool) -> Iterator[None]:
     yield
-    pool.check()
+    check_pool(pool)
 
 
 @pytest.fixture
@@ -191,13 +192,13 @@ def test_a_guarantee_is_what_the_first_request_granted_in_list_order(pool: Pool)
 def test_offers_move_whole_and_change_nothing_else(pool: Pool, reader: SlotTableReader) -> None:
     first, second = make_session(pool, 1), make_session(pool, 2)
     take(pool, first, 6)
-    pool.offer(first, array(6, 2, 4), 2)
+    pool.offers.make(first, array(6, 2, 4), 2)
     assert [reader.offered_to(slot) for slot in range(1, 7)] == [0, 2, 0, 2, 0, 2]
     assert (first.held, first.offered) == (6, 3)
-    assert pool.is_offered(first, array(2, 4, 6), 2)
-    assert not pool.is_offered(first, array(2, 4), 2)
-    assert pool.accept(first, 9) is None
-    accepted = pool.accept(second, 9)
+    assert pool.offers.is_made(first, array(2, 4, 6), 2)
+    assert not pool.offers.is_made(first, array(2, 4), 2)
+    assert pool.offers.accept(first, 9) is None
+    accepted = pool.offers.accept(second, 9)
     assert accepted is not None
     assert accepted.tolist() == [2, 4, 6]
     assert [reader.holder_of(slot) for slot in range(1, 7)] == [1, 2, 1, 2, 1, 2]
@@ -212,10 +213,10 @@ def test_the_end_of_a_session_ends_its_offers_and_those_to_it_in_one_commit(
     first, second, third = (make_session(pool, number) for number in (1, 2, 3))
     take(pool, first, 3)
     take(pool, second, 3)
-    pool.offer(first, array(1), 2)
-    pool.offer(second, array(4, 5), 1)
-    pool.offer(first, array(3), 3)
-    pool.offer(first, array(2), 2)
+    pool.offers.make(first, array(1), 2)
+    pool.offers.make(second, array(4, 5), 1)
+    pool.offers.make(first, array(3), 3)
+    pool.offers.make(first, array(2), 2)
     before = reader.items[st.H_SEQ]
     assert pool.detach(second).tolist() == [4, 5, 6]
     assert reader.items[st.H_SEQ] == before + 1
@@ -231,10 +232,10 @@ def test_a_lost_pool_says_so_in_its_table(pool: Pool, reader: SlotTableReader) -
 def test_the_check_finds_an_offer_that_the_table_does_not_have(pool: Pool) -> None:
     first, _second = make_session(pool, 1), make_session(pool, 2)
     take(pool, first, 2)
-    pool.offer(first, array(1), 2)
+    pool.offers.make(first, array(1), 2)
     offers, pool.offers = pool.offers, []
     with pytest.raises(AssertionError, match="the slot table and the offers differ"):
-        pool.check()
+        check_pool(pool)
     pool.offers = offers
 
 
@@ -246,11 +247,11 @@ def test_status_counts_slots_by_what_they_are(tmp_path: Path) -> None:
     take(pool, session, 2)
     take(pool, session, 3, request_id=8)
     pool.open_window(session, 8)
-    pool.offer(session, array(2), 6)
+    pool.offers.make(session, array(2), 6)
     pool.detach(receiver)
-    pool.offer(session, array(1), make_session(pool, 7, limit=4, guarantee=3, rank=1).number)
+    pool.offers.make(session, array(1), make_session(pool, 7, limit=4, guarantee=3, rank=1).number)
     pool.commit()
-    assert pool.status(now=0.0) == {
+    assert pool_status(pool, 0.0) == {
         "name": "p",
         "slots": 10,
         "free": 5,
@@ -295,7 +296,7 @@ def test_status_counts_slots_by_what_they_are(tmp_path: Path) -> None:
 
 
 def test_an_allocator_only_pool_has_no_bytes_and_no_backend(pool: Pool) -> None:
-    status = pool.status(now=0.0)
+    status = pool_status(pool, 0.0)
     assert (status["bytes_per_slot"], status["backend"], status["shards"], status["holders"]) == (0, None, 0, [])
 
 
@@ -304,7 +305,7 @@ def test_the_check_finds_a_slot_that_the_list_and_the_table_tell_differently(poo
     take(pool, session, 2)
     pool.ledger.take_one(session.number)
     with pytest.raises(AssertionError, match="the slot table's free list is not the ledger's"):
-        pool.check()
+        check_pool(pool)
     pool.ledger.release(session.number)
     pool.detach(session)
 
@@ -314,7 +315,7 @@ def test_the_check_finds_a_session_that_miscounts(pool: Pool) -> None:
     take(pool, session, 2)
     session.held = 3
     with pytest.raises(AssertionError, match="session 1 holds 2 slots, counted 3"):
-        pool.check()
+        check_pool(pool)
     session.held = 2
 
 
@@ -323,5 +324,5 @@ def test_the_check_finds_slots_of_nobody(pool: Pool) -> None:
     take(pool, session, 2)
     del pool.sessions[1]
     with pytest.raises(AssertionError, match="14 free and 0 held of 16"):
-        pool.check()
+        check_pool(pool)
     pool.sessions[1] = session

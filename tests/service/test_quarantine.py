@@ -16,6 +16,7 @@ from mambapool.service.attach import AttachRequest
 from mambapool.service.audit import snapshot
 from mambapool.service.audit_checks import violations
 from mambapool.service.audited import AuditedPool
+from mambapool.service.pool_report import pool_status
 from mambapool.service.pools import Pool, Shard
 from mambapool.service.quarantine import UNSEEN_END_S
 from mambapool.service.recovery import restore
@@ -70,14 +71,14 @@ def test_slots_of_the_dead_are_counted_as_quarantined_until_the_time_is_over(
 ) -> None:
     holder_of(registry, pool)
     die(registry, leases, now=100.0)
-    status = pool.status(100.0)
+    status = pool_status(pool, 100.0)
     assert [status[key] for key in ("free", "held", "quarantined")] == [5, 0, 3]
     (holder,) = status["holders"]
     assert (holder["state"], holder["held"], holder["quarantined"]) == ("gone", 0, 3)
     assert registry.release_quarantined(100.9) == set()
     registry.bury(LEASE, "the sweep found its lock released", 100.9)
     assert registry.release_quarantined(101.0) == {pool}
-    assert (pool.ledger.free_count, pool.status(101.0)["holders"], leases.open_names) == (8, [], set())
+    assert (pool.ledger.free_count, pool_status(pool, 101.0)["holders"], leases.open_names) == (8, [], set())
     registry.check()
 
 
@@ -111,7 +112,7 @@ def test_memory_of_the_host_is_free_at_once_and_so_is_nothing(tmp_path: Path, le
 def test_one_that_held_nothing_is_gone_at_once(registry: Registry, pool: Pool, leases: TestLeases) -> None:
     registry.attach(wants(), b"1")
     die(registry, leases, now=100.0, ended=False)
-    assert pool.status(100.0)["holders"] == []
+    assert pool_status(pool, 100.0)["holders"] == []
 
 
 def test_windows_and_offers_of_the_dead_end_with_it(registry: Registry, pool: Pool, leases: TestLeases) -> None:
@@ -120,12 +121,12 @@ def test_windows_and_offers_of_the_dead_end_with_it(registry: Registry, pool: Po
     pool.grant(other, 2, 2)
     pool.open_window(dead, 2)
     pool.commit()
-    pool.offer(dead, pool.ledger.held_by(dead.number)[:1], other.number)
-    pool.offer(other, pool.ledger.held_by(other.number), dead.number)
+    pool.offers.make(dead, pool.ledger.held_by(dead.number)[:1], other.number)
+    pool.offers.make(other, pool.ledger.held_by(other.number), dead.number)
     die(registry, leases, now=100.0)
-    assert pool.accept(other, 9) is None
+    assert pool.offers.accept(other, 9) is None
     assert pool.windows() == {}
-    status = pool.status(100.0)
+    status = pool_status(pool, 100.0)
     assert [status[key] for key in ("free", "held", "windows", "offered", "quarantined")] == [3, 2, 0, 0, 3]
     registry.check()
 
@@ -159,7 +160,7 @@ def test_nothing_can_be_offered_to_the_dead(registry: Registry, pool: Pool, leas
     pool.commit()
     die(registry, leases, now=100.0, ended=False)
     with pytest.raises(InvalidSlots, match="is no other session"):
-        pool.offer(other, pool.ledger.held_by(other.number), dead.number)
+        pool.offers.make(other, pool.ledger.held_by(other.number), dead.number)
 
 
 def test_the_audit_counts_them_as_quarantined(registry: Registry, pool: Pool, leases: TestLeases) -> None:

@@ -146,7 +146,7 @@ def test_sessions_of_the_dead_are_buried_and_their_files_removed(tmp_path: Path)
     leases.dead.add(doomed.lease)
     restored = taken_over(party.pool.table.path, leases)
     assert doomed.number not in restored.sessions
-    assert restored.offers == []
+    assert not restored.offers
     assert restored.ledger.held_by(heir.number).tolist() == [9, 10]
     assert restored.sessions[heir.number].offered == 0
     restored.ledger.give_back_one(9, heir.number)  # plainly its own again

@@ -18,6 +18,7 @@ from mambapool.pool import slot_table as st
 from mambapool.pool.errors import ProtocolError, RuntimeDirError
 from mambapool.pool.slot_table import SlotTableReader, TableLayout, Words, owner_word
 from mambapool.service.ledger import SMALL_BATCH
+from mambapool.service.pool_report import check_pool
 from mambapool.service.pools import Pool
 from mambapool.service.sessions import Session
 from mambapool.service.table_writer import SlotTableWriter
@@ -30,7 +31,7 @@ BATCHES = [1, 2, 3, SMALL_BATCH, SMALL_BATCH + 1, 30]
 def pool(tmp_path: Path) -> Iterator[Pool]:
     pool = make_pool(tmp_path, SLOTS)
     yield pool
-    pool.check()
+    check_pool(pool)
 
 
 @pytest.fixture
@@ -145,7 +146,7 @@ def test_a_session_that_ends_frees_its_rows_whatever_their_number(pool: Pool, co
     take(pool, other, 3)
     slots = take(pool, session, count)
     assert pool.detach(session).tolist() == sorted(slots)
-    pool.check()
+    check_pool(pool)
 
 
 def test_one_commit_writes_frees_and_grants_together(
@@ -207,11 +208,11 @@ def free_and_grant(pool: Pool, session: Session, count: int) -> None:
 
 
 def offer(pool: Pool, session: Session, count: int) -> None:
-    pool.offer(session, pool.ledger.held_by(session.number)[:count], 2)
+    pool.offers.make(session, pool.ledger.held_by(session.number)[:count], 2)
 
 
 def accept(pool: Pool, _session: Session, _count: int) -> None:
-    pool.accept(pool.sessions[2], 9)
+    pool.offers.accept(pool.sessions[2], 9)
 
 
 def end_giver(pool: Pool, session: Session, _count: int) -> None:
