@@ -10,7 +10,8 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from mambapool.client.allocator import SlotAllocator, tagged, whole_number
+from mambapool.client.allocator import SlotAllocator
+from mambapool.client.forms import tagged, whole_number
 from mambapool.client.guaranteed import GuaranteedAllocator
 from mambapool.client.loop_calls import LoopCalls
 from mambapool.pool import protocol

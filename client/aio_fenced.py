@@ -8,8 +8,8 @@ from typing import Any, SupportsIndex
 import torch
 
 from mambapool.client.aio_allocator import AsyncSlotAllocator
-from mambapool.client.allocator import tagged, whole_number
 from mambapool.client.fenced_allocator import FencedAllocator, Found
+from mambapool.client.forms import tagged, whole_number
 from mambapool.pool import protocol
 
 

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from mambapool.client.allocator import packed_ids
+from mambapool.client.forms import packed_ids
 from mambapool.client.loop_calls import LoopCalls, Pending
 from mambapool.client.transfers import Transfers
 from mambapool.pool import protocol

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from mambapool.client.allocator import SlotAllocator, packed, packed_ids
+from mambapool.client.allocator import SlotAllocator
 from mambapool.client.background import background
 from mambapool.client.device_ids import DeviceIds
 from mambapool.client.device_slots import DeviceSlotTensors
 from mambapool.client.fenced_limbo import Entry, FencedLimbo
 from mambapool.client.fences import Event, Fences
+from mambapool.client.forms import packed, packed_ids
 from mambapool.client.record import HELD, LEAVING, OFFERED
 from mambapool.client.transport import Transport
 from mambapool.pool import cuda_tensors, protocol

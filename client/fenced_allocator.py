@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mambapool.client.allocator import drain, packed, tagged, whole_number
 from mambapool.client.background import background
 from mambapool.client.fenced import Fenced
 from mambapool.client.fenced_limbo import Entry
+from mambapool.client.forms import drain, packed, tagged, whole_number
 from mambapool.client.posted import Posted
 from mambapool.pool import protocol
 from mambapool.pool.slot_table import H_WAITING

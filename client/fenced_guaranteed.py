@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from mambapool.client.allocator import drain
 from mambapool.client.background import background
 from mambapool.client.fenced import Fenced
 from mambapool.client.fenced_limbo import Entry
+from mambapool.client.forms import drain
 from mambapool.client.guaranteed import GuaranteedAllocator
 
 

@@ -6,7 +6,7 @@ from typing import SupportsIndex
 
 import torch
 
-from mambapool.client.allocator import drain, whole_number
+from mambapool.client.forms import drain, whole_number
 from mambapool.client.group_calls import GroupCalls
 from mambapool.pool import group_calls as calls
 from mambapool.pool import protocol

@@ -6,7 +6,7 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from mambapool.client.allocator import packed, whole_number
+from mambapool.client.forms import packed, whole_number
 from mambapool.client.group import Group
 from mambapool.client.group_calls import ALLOC_ONE, GroupCalls
 from mambapool.client.guaranteed import GuaranteedAllocator

@@ -6,7 +6,7 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from mambapool.client.allocator import drain, packed, tagged, whole_number
+from mambapool.client.forms import drain, packed, tagged, whole_number
 from mambapool.client.group import Group
 from mambapool.client.group_calls import GroupCalls
 from mambapool.client.limbo import Limbo

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mambapool.client.allocator import packed_ids
+from mambapool.client.forms import packed_ids
 from mambapool.client.group import Group
 from mambapool.client.group_calls import GroupCalls
 from mambapool.client.transport import Transport

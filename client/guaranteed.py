@@ -8,7 +8,8 @@ from typing import SupportsIndex
 
 import torch
 
-from mambapool.client.allocator import SlotAllocator, drain, packed, whole_number
+from mambapool.client.allocator import SlotAllocator
+from mambapool.client.forms import drain, packed, whole_number
 from mambapool.client.slot_tensors import SlotTensors
 from mambapool.client.transport import Transport
 from mambapool.pool import protocol

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from mambapool.client.allocator import SlotAllocator, packed_ids
+from mambapool.client.allocator import SlotAllocator
+from mambapool.client.forms import packed_ids
 from mambapool.client.transport import Transport
 from mambapool.pool import protocol
 from mambapool.pool.errors import InvalidSlots

@@ -12,6 +12,7 @@ from mambapool.pool.errors import NotHolder
 from mambapool.pool.layout import Geometry, TensorSpec
 from mambapool.pool.slot_table import SlotTableReader
 from mambapool.service.ledger import Ids
+from mambapool.service.offers import Offers
 from mambapool.service.pool_report import check_pool, pool_status
 from mambapool.service.pools import Pool, Shard
 from mambapool.service.sessions import GUARANTEE_REQUEST, Session
@@ -233,7 +234,7 @@ def test_the_check_finds_an_offer_that_the_table_does_not_have(pool: Pool) -> No
     first, _second = make_session(pool, 1), make_session(pool, 2)
     take(pool, first, 2)
     pool.offers.make(first, array(1), 2)
-    offers, pool.offers = pool.offers, []
+    offers, pool.offers = pool.offers, Offers(pool)
     with pytest.raises(AssertionError, match="the slot table and the offers differ"):
         check_pool(pool)
     pool.offers = offers

@@ -240,7 +240,7 @@ def test_an_allocator_that_is_restarted_keeps_the_quarantine(
     again = Pool("default", table, pool.uuid, None, pool.shards, ends_with_last_session=False)
     restore(again, leases, 500.0)
     next_registry = make_registry(tmp_path, again, leases=leases)
-    assert again.status(500.0)["quarantined"] == 3
+    assert pool_status(again, 500.0)["quarantined"] == 3
     leases.ended[LEASE] = None  # the pidfd was the earlier allocator's
     assert next_registry.release_quarantined(500.0 + UNSEEN_END_S) == {again}
     assert again.ledger.free_count == 8
