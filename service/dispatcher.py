@@ -17,8 +17,7 @@ from mambapool.pool.protocol import MAX_NUMBER, OK
 from mambapool.service.attach import AttachRequest, PeerAddress, check_peer
 from mambapool.service.audit import snapshot
 from mambapool.service.grant_notes import forget_what_was_freed
-from mambapool.service.one_slot import OneSlot
-from mambapool.service.plain_batches import PlainBatches
+from mambapool.service.plain_messages import PlainMessages
 from mambapool.service.pool_report import pool_status
 from mambapool.service.pools import Pool
 from mambapool.service.posted import PostedMessages
@@ -45,10 +44,9 @@ class Dispatcher:
         self._turns = Turns(self.replies, self._greeting)
         self._requests = Requests(self.replies, self._turns)
         self._posted = PostedMessages(self.replies, self._turns)
-        several = PlainBatches(epoch, registry.sessions, self.replies.pack)
         #: ``(identity, body, now)`` of what comes most and is plain: the reply, ``b""`` where there is none to send.
         #: None, and nothing is changed, for all else.
-        self.handle_plain = OneSlot(epoch, registry.sessions, self.replies.pack, several.answer).answer
+        self.handle_plain = PlainMessages(epoch, registry.sessions, self.replies.pack).answer
         self._without_session = {
             protocol.HELLO: self._hello,
             protocol.STATUS: self._status,
