@@ -51,7 +51,7 @@ async def main():
             await giver.allocator.free(slot)
             mine = await taker.allocator.alloc(1, timeout=5.0)
             waited = time.monotonic() - started
-        taker.states["temporal"][:, mine] = torch.full((4,), 9, dtype=torch.uint8).view(torch.float32)
+        mark(taker, mine)
         await asyncio.sleep(1.0 - min(waited, 1.0))
         say(waited > 0.7, ticks.longest < 0.6, bytes_of(rows))
 asyncio.run(main())

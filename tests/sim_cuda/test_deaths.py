@@ -38,7 +38,7 @@ os.kill(os.getpid(), 9)
 TAKER = """
 with connect(directory, device="cuda") as worker:
     slots = worker.allocator.alloc(8, timeout=20.0)
-    worker.states["temporal"][:, slots] = torch.full((4,), 9, dtype=torch.uint8).view(torch.float32)
+    mark(worker, slots)
     say("has them")
     time.sleep(0.1)
     say(bytes_of(worker.states["temporal"][:, slots]))

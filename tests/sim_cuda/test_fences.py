@@ -53,13 +53,7 @@ TAKER = """
 with connect(directory, device="cuda") as worker:
     say("there")
     hear()
-    started = time.monotonic()
-    slot = None
-    while slot is None:
-        slot = worker.allocator.alloc(1)
-        time.sleep(0.005)
-    worker.states["temporal"][:, slot] = torch.full((4,), 9, dtype=torch.uint8).view(torch.float32)
-    say(time.monotonic() - started)
+    slot = take_one(worker)
     hear()
 """
 
