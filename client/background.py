@@ -7,10 +7,13 @@ which fences have passed.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
 from typing import Protocol
+
+_log = logging.getLogger("mambapool.client")
 
 #: How soon something that no call takes care of is taken care of.
 TICK_S = 0.05
@@ -30,6 +33,8 @@ class Background:
 
     def __init__(self) -> None:
         self._known: weakref.WeakSet[LookedAfter] = weakref.WeakSet()
+        #: What has raised from a tick, which is said once of each.
+        self._failing: weakref.WeakSet[LookedAfter] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._started = False
         self._is_resting = False
@@ -66,7 +71,13 @@ class Background:
         with self._lock:
             known = list(self._known)
         for looked_after in known:
-            looked_after.tick()
+            try:
+                looked_after.tick()
+            except Exception:
+                # An error of one session's keeps no other from being looked after.
+                if looked_after not in self._failing:
+                    self._failing.add(looked_after)
+                    _log.exception("a session could not be looked after; trying goes on")
         return any(getattr(looked_after, "is_busy", False) for looked_after in known)
 
 

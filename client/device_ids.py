@@ -20,9 +20,8 @@ from mambapool.client.fences import Fences
 from mambapool.client.record import HELD, LEAVING
 from mambapool.pool import cuda_tensors
 from mambapool.pool.cuda import bindings, call
-from mambapool.pool.cuda_memory import address_of, allocate_pinned
-
-_DISABLE_TIMING = 2
+from mambapool.pool.cuda_events import Events
+from mambapool.pool.cuda_memory import PinnedMemory
 
 #: Cells that were left are fenced together: a fence each would cost more than the cell.
 _LEFT_TOGETHER = 64
@@ -49,11 +48,10 @@ class DeviceIds:
         self._slots = tensors.slots
         self._marks = marks
         self._fences = fences
-        self._pinned = allocate_pinned(fences.context, 8 * tensors.cells)
-        self._values = np.frombuffer(self._pinned, np.int64)
-        self._pinned_address = address_of(self._pinned)
+        self._pinned = PinnedMemory(fences.context, 8 * tensors.cells)
+        self._values = np.frombuffer(self._pinned.bytes, np.int64)
         self._copying: deque[_Copying] = deque()
-        self._events: list[Any] = []
+        self._events = Events(fences.context)
         self._left: list[int] = []
         #: Cell → slot, once it is known.
         self._slot_of_cell: dict[int, int] = {}
@@ -76,9 +74,9 @@ class DeviceIds:
             return None
         stream = bindings().CUstream(cuda_tensors.current_stream(self._fences.context.device.ordinal))
         cell = self._tensors.address(place)
-        pinned = self._pinned_address + 8 * (place - self._slots - 1)
+        pinned = self._pinned.address + 8 * (place - self._slots - 1)
         with self._fences.context.current():
-            event = self._events.pop() if self._events else call("cuEventCreate", _DISABLE_TIMING)
+            event = self._events.take()
             call("cuMemcpyDtoDAsync", cell, source.data_ptr(), 8 * count, stream)
             call("cuMemcpyDtoHAsync", pinned, cell, 8 * count, stream)
             call("cuEventRecord", event, stream)
@@ -97,7 +95,7 @@ class DeviceIds:
         """The cells whose ids have come, in the order in which they were freed, and the ids; not yet checked."""
         while self._copying and self._fences.is_event_over(self._copying[0].event):
             copied = self._copying.popleft()
-            self._events.append(copied.event)
+            self._events.give_back(copied.event)
             first = copied.place - self._slots - 1
             self.unknown -= copied.count
             for place, value in enumerate(self._values[first : first + copied.count].tolist(), copied.place):

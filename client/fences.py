@@ -24,12 +24,16 @@ from mambapool.pool.cuda import (
     driver_version,
     status_of,
 )
-from mambapool.pool.errors import CudaError
+from mambapool.pool.cuda_events import Events
+from mambapool.pool.errors import ConfigError, CudaError
 
 NOT_READY = 600
-_CAPTURED_EVENT = 907
-_DISABLE_TIMING = 2
 _NOT_CAPTURING = 0
+# What the driver says of a graph that is being captured, by whomever: it passes.
+_OF_A_CAPTURE = range(900, 909)
+
+# The null stream, the legacy and the per-thread default one: of whatever context is current.
+_DEFAULT_STREAMS = range(3)
 
 _POLL_S = 0.0005
 
@@ -54,7 +58,7 @@ class Fences:
         self._issued = 0
         self._recorded = 0
         self._in_flight: deque[_Recorded] = deque()
-        self._events: list[Any] = []
+        self._events = Events(context)
         #: Handles of the registered streams, and what the caller passed, which keeps them.
         self._streams: list[Any] = []
         self._kept: list[Any] = []
@@ -62,9 +66,14 @@ class Fences:
         self._has_context_events = driver_version() >= CONTEXT_EVENTS_VERSION
 
     def register(self, streams: Iterable[Any]) -> None:
-        """From now on a fence covers these streams, instead of the whole context, and no others."""
+        """From now on a fence covers these streams, instead of the whole context, and no others.
+
+        :class:`ConfigError` if one is not of this device's primary context.
+        """
         kept = list(streams)
         handles = [bindings().CUstream(handle_of(stream, "cuda_stream")) for stream in kept]
+        for stream, handle in zip(kept, handles, strict=True):
+            self._check_context(stream, handle)
         with self._lock:
             self._kept, self._streams = kept, handles
 
@@ -103,16 +112,24 @@ class Fences:
                 return
             if not self._in_flight and not self._streams:
                 return  # only a thread that makes calls knows whether it captures
-            with disturbing_no_capture(), self.context.current():
-                if self._recorded != self._issued and self._streams:
-                    self._record()
-                while self._in_flight and self._is_over(self._in_flight[0]):
-                    self.passed = self._in_flight.popleft().number
+            try:
+                with disturbing_no_capture(), self.context.current():
+                    if self._recorded != self._issued and self._streams:
+                        self._record()
+                    while self._in_flight and self._is_over(self._in_flight[0]):
+                        self.passed = self._in_flight.popleft().number
+            except CudaError as error:  # any call tells what an earlier kernel has done
+                self._fail(error)
 
     def is_event_over(self, event: Any) -> bool:
         """Whether what the caller's event stands for has finished."""
-        with self._lock, disturbing_no_capture(), self.context.current():
-            return self._query(event) == 0
+        with self._lock:
+            try:
+                with disturbing_no_capture(), self.context.current():
+                    return self._query(event) == 0
+            except CudaError as error:
+                self._fail(error)
+                return False
 
     def wait(self, number: int, deadline: float) -> bool:
         """Until that fence has passed, or the deadline; whether it has."""
@@ -125,6 +142,20 @@ class Fences:
             self.retry()
             time.sleep(_POLL_S)
 
+    def _check_context(self, stream: Any, handle: Any) -> None:
+        if int(handle) in _DEFAULT_STREAMS:
+            return
+        try:
+            with disturbing_no_capture(), self.context.current():
+                context = call("cuStreamGetCtx", handle)
+        except CudaError as error:
+            raise ConfigError(f"{stream!r} is no stream that can be fenced ({error})") from error
+        if int(context) != int(self.context.handle):
+            raise ConfigError(
+                f"{stream!r} is of another GPU or context than this session's, {self.context.device}: pass streams "
+                f"that were made there, as under torch.cuda.device({self.context.device.ordinal})"
+            )
+
     def _record(self) -> None:
         # Torch knows whether this thread captures; the driver is asked of streams only, which it allows.
         if cuda_tensors.is_capturing():
@@ -136,12 +167,13 @@ class Fences:
                 elif self._has_context_events:
                     self._record_on_context()
         except CudaError as error:
-            self._fail(error)
+            if error.code not in _OF_A_CAPTURE:
+                self._fail(error)
 
     def _record_on_streams(self) -> None:
         if self._is_capturing():
             return
-        events = [self._event() for _ in self._streams]
+        events = [self._events.take() for _ in self._streams]
         for event, stream in zip(events, self._streams, strict=True):
             call("cuEventRecord", event, stream)
         if self._is_capturing():
@@ -150,7 +182,7 @@ class Fences:
         self._now_in_flight(events)
 
     def _record_on_context(self) -> None:
-        event = self._event()
+        event = self._events.take()
         call("cuCtxRecordEvent", self.context.handle, event)
         self._now_in_flight([event])
 
@@ -166,13 +198,13 @@ class Fences:
             status = self._query(recorded.left[-1])
             if status:
                 return False
-            self._events.append(recorded.left.pop())
+            self._events.give_back(recorded.left.pop())
         return True
 
     def _query(self, event: Any) -> int:
         """0 when it is over; what is wrong beyond repair goes to :attr:`failed`."""
         status = status_of("cuEventQuery", event)
-        if status not in (0, NOT_READY, _CAPTURED_EVENT):
+        if status not in (0, NOT_READY) and status not in _OF_A_CAPTURE:
             self._fail(CudaError(f"cuEventQuery returned {status}", call="cuEventQuery", code=status))
         return status
 
@@ -183,16 +215,19 @@ class Fences:
             code=error.code,
         )
 
-    def _event(self) -> Any:
-        return self._events.pop() if self._events else call("cuEventCreate", _DISABLE_TIMING)
-
 
 class Event:
-    """A caller's event: it may record it again, which only makes the wait longer."""
+    """A caller's event: it may record it again, which only makes the wait longer.
+
+    A ``ValueError`` for one of torch's that was not recorded: it stands for nothing, and is no event of the driver yet.
+    """
 
     def __init__(self, value: Any) -> None:
         self.value = value
-        self.handle = bindings().CUevent(handle_of(value, "cuda_event"))
+        handle = handle_of(value, "cuda_event")
+        if not handle:
+            raise ValueError(f"{value!r} was never recorded: record it behind the work that has to be over")
+        self.handle = bindings().CUevent(handle)
 
 
 def handle_of(value: Any, attribute: str) -> int:

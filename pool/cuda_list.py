@@ -1,7 +1,7 @@
 """``python -m mambapool.pool.cuda_list``: driver and devices as this process sees them, one line of JSON.
 
 For ``mambapool doctor``, whose own process calls nothing of CUDA: a driver may hang, or end its process.
-``{"version", "has_context_events", "devices": [[text, whether it has IPC events], …], "visible"}``, or
+``{"version", "has_context_events", "devices": [text, …], "visible"}``, or
 ``{"error", "todo"}``; ``todo`` is null where the error says all.
 """
 
@@ -22,19 +22,12 @@ def main() -> None:
 
 
 def _seen() -> dict[str, object]:
-    attribute = cuda.bindings().CUdevice_attribute.CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED
     devices = cuda.visible_devices()
     version = cuda.driver_version()
     return {
         "version": version,
         "has_context_events": version >= cuda.CONTEXT_EVENTS_VERSION,
-        "devices": [
-            [
-                str(device),
-                bool(cuda.call("cuDeviceGetAttribute", attribute, cuda.call("cuDeviceGet", device.ordinal))),
-            ]
-            for device in devices
-        ],
+        "devices": [str(device) for device in devices],
         "visible": cuda.visible_text(devices),
     }
 

@@ -17,7 +17,7 @@ from typing import Any
 from mambapool.pool.cuda import PrimaryContext, call, disturbing_no_capture
 from mambapool.pool.errors import CudaError
 
-# What has to be let go of: (context, driver call, address). Its put() is safe wherever the collector runs.
+# What has to be let go of: (context, driver call, what it is of). Its put() is safe wherever the collector runs.
 _dropped: queue.SimpleQueue[tuple[PrimaryContext, str, Any]] = queue.SimpleQueue()
 _thread_lock = threading.Lock()
 _thread_pid = 0
@@ -31,9 +31,19 @@ class DeviceMemory:
         self.address = int(handle)
         self.size_bytes = size_bytes
         self.ordinal = context.device.ordinal
-        _start_thread()
-        # Not at exit: the driver does that, when the process has ended.
-        weakref.finalize(self, _drop, os.getpid(), context, let_go_by, handle).atexit = False
+        let_go(self, context, let_go_by, [handle])
+
+
+class PinnedMemory:
+    """``size_bytes`` of the host's, to which a device can copy without anybody waiting."""
+
+    def __init__(self, context: PrimaryContext, size_bytes: int) -> None:
+        with context.current():
+            handle = call("cuMemHostAlloc", size_bytes, 0)
+        self.address = int(handle)
+        #: Its bytes; not to be used any more when this object is gone.
+        self.bytes = memoryview((ctypes.c_uint8 * size_bytes).from_address(self.address)).cast("B")
+        let_go(self, context, "cuMemFreeHost", [handle])
 
 
 def allocate(context: PrimaryContext, content: bytes) -> DeviceMemory:
@@ -42,24 +52,23 @@ def allocate(context: PrimaryContext, content: bytes) -> DeviceMemory:
         address = call("cuMemAlloc", len(content))
         memory = DeviceMemory(context, address, len(content), "cuMemFree")
         call("cuMemcpyHtoD", address, content, len(content))
+        # The copy from pageable memory returns when it is staged. Torch's streams do not wait for the null stream, on
+        # which it then is.
+        call("cuStreamSynchronize", 0)
     return memory
 
 
-def allocate_pinned(context: PrimaryContext, size_bytes: int) -> memoryview:
-    """Memory of the host that a device can copy to without anybody waiting; it stays until the process ends."""
-    with context.current():
-        address = call("cuMemHostAlloc", size_bytes, 0)
-    block = (ctypes.c_uint8 * size_bytes).from_address(int(address))
-    return memoryview(block).cast("B")
+def let_go(owner: object, context: PrimaryContext, name: str, handles: list[Any]) -> None:
+    """When ``owner`` is gone, the driver's call of that name takes back what is in ``handles`` then."""
+    _start_thread()
+    # Not at exit: the driver does that, when the process has ended.
+    weakref.finalize(owner, _drop, os.getpid(), context, name, handles).atexit = False
 
 
-def address_of(block: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_uint8.from_buffer(block))
-
-
-def _drop(pid: int, context: PrimaryContext, name: str, handle: Any) -> None:
+def _drop(pid: int, context: PrimaryContext, name: str, handles: list[Any]) -> None:
     if pid == os.getpid():
-        _dropped.put((context, name, handle))
+        for handle in handles:
+            _dropped.put((context, name, handle))
 
 
 def _start_thread() -> None:

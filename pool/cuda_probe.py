@@ -47,6 +47,7 @@ def _import() -> None:
     memory = open_shard(descriptor)
     with primary_context(visible_devices()[memory.ordinal]).current():
         call("cuMemcpyHtoD", memory.address, bytes([WRITTEN]), 1)
+        call("cuCtxSynchronize")  # the copy returns when it is staged
     print("written", flush=True)  # noqa: T201
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,11 +27,8 @@ def look_at_gpus(*, wanted: bool) -> Iterator[Finding]:
         yield lacking("GPU", seen["error"], "--device cuda cannot be used here; --device cpu can", todo)
         return
     yield _driver(seen["version"], has_context_events=seen["has_context_events"])
-    for ordinal, (device, has_ipc) in enumerate(seen["devices"]):
-        if not has_ipc:
-            yield bad(f"GPU {ordinal}", f"{device}: no CUDA IPC", "it cannot keep a pool", "use another device")
-            continue
-        yield good(f"GPU {ordinal}", device, f"can export memory. {seen['visible']}")
+    for ordinal, device in enumerate(seen["devices"]):
+        yield good(f"GPU {ordinal}", device, seen["visible"])
         yield _probe(ordinal)
 
 
@@ -56,26 +54,35 @@ def _probe(ordinal: int) -> Finding:
         assert exporter.stdin is not None
         assert exporter.stdout is not None
         try:
+            if not select.select([exporter.stdout], [], [], TIMEOUT_S)[0]:
+                return _hangs(what, "exporter")
             descriptor = exporter.stdout.readline()
             if descriptor.startswith("error:") or not descriptor:
                 said = descriptor.removeprefix("error: ").strip() or "the exporter died"
                 return bad(what, said, "a keeper cannot keep a pool there", "see the reason")
             imported = _python(*command[1:], "import", str(ordinal), stdin=descriptor)
+            if not imported:
+                return _hangs(what, "importer")
             if imported != "written":
                 return bad(
                     what,
-                    imported.removeprefix("error: ") or "the importer did not answer",
+                    imported.removeprefix("error: "),
                     "workers cannot map what a keeper exports",
                     "see the reason; in containers --pid=host --ipc=host",
                 )
             read, _ = exporter.communicate("read\n", timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            return bad(what, f"no answer within {TIMEOUT_S:g} s", "the driver hangs", "look at dmesg")
+            return _hangs(what, "exporter")
         finally:
             exporter.kill()
     if read.strip() != "same":
         return bad(what, "what was written is not there", "the two processes have different memory", "tell us")
     return good(what, "works between two processes", "a keeper and its workers see the same states")
+
+
+def _hangs(what: str, who: str) -> Finding:
+    text = f"the {who} did not answer within {TIMEOUT_S:g} s"
+    return bad(what, text, "the driver hangs, or is very slow", "look at dmesg and nvidia-smi")
 
 
 def _python(*arguments: str, stdin: str = "") -> str:

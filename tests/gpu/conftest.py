@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,10 @@ from processes import children, zygote  # noqa: F401  (fixtures)
 
 
 def _why_not() -> str | None:
-    import torch
+    # What an image's torch warns of at its import is not ours.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import torch
 
     if not torch.cuda.is_available():
         return "needs a GPU and a build of torch for it"

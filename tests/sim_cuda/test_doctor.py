@@ -46,7 +46,7 @@ def test_a_machine_with_gpus_shares_their_memory(machine: SimulatedMachine, runt
     ("settings", "what", "words"),
     [
         ({"CUDA_VISIBLE_DEVICES": "-1"}, "GPU", "CUDA_VISIBLE_DEVICES=-1"),
-        ({"SIM_CUDA_IPC": "0"}, "GPU 0", "no CUDA IPC"),
+        ({"SIM_CUDA_IPC": "0"}, "sharing GPU 0", "cannot export memory"),
         ({"SIM_CUDA_FAULTS": "cuIpcOpenMemHandle:201"}, "sharing GPU 0", "cannot be mapped"),
         ({"SIM_CUDA_FAULTS": "cuMemAlloc:2"}, "sharing GPU 0", "the probe needs"),
     ],
@@ -58,6 +58,20 @@ def test_what_will_not_work_is_status_1(
     status, found = _doctor_on(machine, runtime_dir, SIM_CUDA_DEVICES="1", **settings)
     assert (status, found[what]["state"]) == (1, "bad")
     assert words in found[what]["found"]
+
+
+def test_a_driver_that_does_not_answer_is_given_up_on(machine: SimulatedMachine) -> None:
+    script = """
+from mambapool.service import doctor_gpu
+doctor_gpu.TIMEOUT_S = 4.0
+started = time.monotonic()
+for finding in doctor_gpu.look_at_gpus(wanted=True):
+    if finding.what == "sharing GPU 0":
+        print(finding.state, finding.found)
+print(time.monotonic() - started < 20)
+"""
+    said = machine.run("import time" + script, SIM_CUDA_DEVICES="1", SIM_CUDA_LATENCY_US="60000000")
+    assert said == ["bad the exporter did not answer within 4 s", "True"]
 
 
 def test_without_a_gpu_the_host_is_looked_at_all_the_same(runtime_dir: Path) -> None:

@@ -315,6 +315,125 @@ hear()
     wait_until(lambda: gpu_pool.daemon.pool()["free"] == 8, "the dead process's slots are free")
 
 
+def test_what_any_call_tells_of_an_earlier_kernel_is_said_and_stops_nobody_else(gpu_pool: GpuPool) -> None:
+    """The driver tells it at the next call, whichever that is: from the thread that looks after every session, too."""
+    script = """
+import threading
+gpu = Gpu()
+stream = gpu.stream()
+worker, other = connect(directory, device="cuda"), connect(directory, create_slots=8, pool="other")
+worker.fence_streams([stream])
+slots = worker.allocator.alloc(2)
+gpu.delay(stream, 0.3)
+os.environ["SIM_CUDA_FAULTS"] = "cuCtxPushCurrent:700"
+worker.fences._issued += 1  # a fence that was on its way: nothing of this thread's is asked
+worker.fences._recorded += 1
+worker.fences._in_flight.append(type("Recorded", (), {"number": worker.fences._issued, "left": []})())
+def failed():
+    try:
+        worker.allocator.available_size()
+    except errors.CudaError as error:
+        say("end it" in str(error))
+        return True
+until(failed)
+ticks = []
+tick = other._transport.tick
+other._transport.tick = lambda: (ticks.append(1), tick())
+until(lambda: len(ticks) > 2)
+other.allocator.free(other.allocator.alloc(8))
+other.close()
+say("other goes on")
+os.environ["SIM_CUDA_FAULTS"] = ""
+"""
+    assert gpu_pool.run(script) == ["True", "other goes on"]
+
+
+def test_streams_that_cannot_be_fenced_are_refused_when_they_are_named(gpu_pool: GpuPool) -> None:
+    script = """
+gpu, elsewhere = Gpu(0), Gpu(1)
+foreign = elsewhere.stream()
+gpu = Gpu(0)
+stream = gpu.stream()
+with connect(directory, device="cuda") as worker:
+    worker.fence_streams([stream])
+    for wrong in (foreign, 0xdead0):
+        try:
+            worker.fence_streams([stream, wrong])
+        except errors.ConfigError as error:
+            say(str(error).split(", ")[0].split(" (")[0].removeprefix(repr(wrong)))
+    slots = worker.allocator.alloc(2)
+    try:
+        worker.allocator.free(slots, after=[type("Event", (), {"cuda_event": 0})()])
+    except ValueError as error:
+        say("never recorded" in str(error))
+    say(worker.allocator.held())
+    gpu.delay(stream, 0.2)
+    worker.allocator.free(slots)
+    say(worker.allocator._table.free_count)
+    until(lambda: worker.allocator._table.free_count == 8)
+"""
+    assert gpu_pool.run(script) == [
+        " is of another GPU or context than this session's",
+        " is no stream that can be fenced",
+        "True",
+        "[1, 2]",
+        "6",
+    ]
+
+
+def test_a_null_stream_is_fenced_when_nobody_captures_a_stream_that_it_waits_for(gpu_pool: GpuPool) -> None:
+    script = """
+gpu = Gpu()
+blocking = cuda.call("cuStreamCreate", 0)
+with connect(directory, device="cuda") as worker:
+    worker.fence_streams([0])
+    slots = worker.allocator.alloc(2)
+    cuda.call("cuStreamBeginCapture", blocking, cuda.bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+    def free_elsewhere():
+        worker.allocator.free(slots)
+    import threading
+    thread = threading.Thread(target=free_elsewhere)
+    thread.start()
+    thread.join()
+    time.sleep(0.05)
+    say(worker.allocator._table.free_count, worker.fences.failed)
+    cuda.call("cuStreamEndCapture", blocking)
+    until(lambda: worker.allocator._table.free_count == 8)
+"""
+    assert gpu_pool.run(script) == ["6 None"]
+
+
+def test_sessions_that_come_and_go_leave_nothing_at_the_driver(gpu_pool: GpuPool) -> None:
+    script = """
+import gc
+gpu = Gpu()
+def open_ones():
+    gc.collect()
+    return [lib.simCalls(made) - lib.simCalls(gone) for made, gone in (
+        (b"cuMemHostAlloc", b"cuMemFreeHost"), (b"cuEventCreate", b"cuEventDestroy"), (b"cuMemAlloc", b"cuMemFree"))]
+for _ in range(10):
+    with connect(directory, device="cuda") as worker:
+        worker.fence_streams([gpu.stream()])
+        worker.allocator.free(worker.allocator.alloc(2))
+        worker.allocator.free(worker.allocator.alloc(2).clone())
+        worker.allocator.free(device_ids(int(worker.allocator.alloc(1))))
+        until(lambda: worker.allocator._table.free_count == 8)
+del worker
+say(lib.simCalls(b"cuMemHostAlloc"), lib.simCalls(b"cuEventCreate") > 10)
+until(lambda: open_ones() == [0, 0, 0])
+"""
+    assert gpu_pool.run(script) == ["10 True"]
+
+
+def test_slot_tensors_have_their_values_when_a_session_begins(gpu_pool: GpuPool) -> None:
+    """A copy to the device returns before it is done, and no stream of torch's waits for it."""
+    script = """
+with connect(directory, device="cuda") as worker:
+    say(worker.allocator.alloc(1).tolist())
+"""
+    assert gpu_pool.run(script, SIM_CUDA_LATENCY_US="300000") == ["[1]"]
+
+
 def test_how_far_the_fences_are_is_a_number_that_grows(gpu_pool: GpuPool) -> None:
     script = """
 gpu = Gpu()

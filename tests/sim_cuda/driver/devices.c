@@ -131,6 +131,13 @@ EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device) {
     return SUCCESS;
 }
 
+context *sim_context_of(const stream *which) {
+    for (int ordinal = 0; ordinal < visible_count; ordinal++)
+        for (stream *s = primary[ordinal].streams; s; s = s->next)
+            if (s == which) return &primary[ordinal];
+    return NULL;
+}
+
 context *sim_current(void) { return depth ? stack[depth - 1] : NULL; }
 
 EXPORT CUresult cuCtxSetCurrent(context *to) {
@@ -149,6 +156,7 @@ EXPORT CUresult cuCtxGetCurrent(context **found) {
 EXPORT CUresult cuCtxPushCurrent_v2(context *to) {
     ENTER("cuCtxPushCurrent", ANY);
     if (!to || depth == MOST_CONTEXTS) return INVALID_CONTEXT;
+    if (to->sticky) return to->sticky;
     stack[depth++] = to;
     return SUCCESS;
 }

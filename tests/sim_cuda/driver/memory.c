@@ -118,6 +118,8 @@ EXPORT CUresult cuMemFreeHost(void *address) {
     ENTER("cuMemFreeHost", NEEDS_CONTEXT | UNSAFE_IN_CAPTURE | SYNCHRONISES);
     range *found = sim_range((CUdeviceptr)address, 1);
     if (!found || !found->is_host) return INVALID_VALUE;
+    moment now = sim_now_in_context(sim_current());
+    sim_wait_for(&now);
     sim_remove_range(found);
     return SUCCESS;
 }
@@ -159,21 +161,23 @@ EXPORT CUresult cuMemcpyDtoHAsync_v2(void *to, CUdeviceptr from, size_t bytes, v
     return result;
 }
 
-static CUresult copy_and_wait(void *to, const void *from, size_t bytes) {
-    CUresult result = queue(sim_stream(NULL), (op){.kind = COPY, .to = to, .from = from, .bytes = bytes});
-    moment now = sim_now(sim_stream(NULL));
-    sim_wait_for(&now);
-    return result;
-}
-
 EXPORT CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void *from, size_t bytes) {
     ENTER("cuMemcpyHtoD", NEEDS_CONTEXT | UNSAFE_IN_CAPTURE | SYNCHRONISES);
-    return sim_range(to, bytes) ? copy_and_wait((void *)to, from, bytes) : INVALID_VALUE;
+    if (!sim_range(to, bytes)) return INVALID_VALUE;
+    // What is pageable is staged, and under way when the call returns.
+    moment now = sim_now(sim_stream(NULL));
+    sim_wait_for(&now);
+    void *staged = memcpy(malloc(bytes), from, bytes);
+    return queue(sim_stream(NULL), (op){.kind = COPY, .to = (void *)to, .from = staged, .bytes = bytes, .staged = staged});
 }
 
 EXPORT CUresult cuMemcpyDtoH_v2(void *to, CUdeviceptr from, size_t bytes) {
     ENTER("cuMemcpyDtoH", NEEDS_CONTEXT | UNSAFE_IN_CAPTURE | SYNCHRONISES);
-    return sim_range(from, bytes) ? copy_and_wait(to, (void *)from, bytes) : INVALID_VALUE;
+    if (!sim_range(from, bytes)) return INVALID_VALUE;
+    CUresult result = queue(sim_stream(NULL), (op){.kind = COPY, .to = to, .from = (void *)from, .bytes = bytes});
+    moment now = sim_now(sim_stream(NULL));
+    sim_wait_for(&now);
+    return result;
 }
 
 // For tests: the ordinal of the device whose memory a pointer is to, as torch knows it of its own tensors; -1: none.

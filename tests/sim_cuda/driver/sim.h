@@ -84,6 +84,7 @@ typedef struct op {
     int value;
     unsigned delay_us;
     moment until;
+    void *staged;  // freed when it is done
     struct op *next;
 } op;
 
@@ -102,6 +103,7 @@ void sim_invalidate_captures(context *of);
 // devices.c
 
 context *sim_current(void);
+context *sim_context_of(const stream *which);  // NULL if it is no stream
 int sim_visible(CUdevice ordinal);  // its physical number, -1 if there is none
 CUuuid sim_uuid(int device);
 unsigned long long sim_memory(void);

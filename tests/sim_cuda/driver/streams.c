@@ -45,6 +45,7 @@ static void *execute(void *argument) {
         if (next->kind == COPY || next->kind == FILL) touch(self->context, next);
         self->head = next->next;
         if (!self->head) self->tail = NULL;
+        free(next->staged);
         free(next);
         self->completed++;
         pthread_cond_broadcast(&sim_changed);
@@ -143,6 +144,13 @@ EXPORT CUresult cuStreamCreate(stream **made, unsigned flags) {
     return SUCCESS;
 }
 
+EXPORT CUresult cuStreamGetCtx(void *handle, context **found) {
+    ENTER("cuStreamGetCtx", ANY);
+    *found = (uintptr_t)handle <= 2 ? sim_current() : sim_context_of(handle);
+    if (!*found) return (uintptr_t)handle <= 2 ? INVALID_CONTEXT : INVALID_HANDLE;
+    return SUCCESS;
+}
+
 EXPORT CUresult cuStreamSynchronize(void *handle) {
     ENTER("cuStreamSynchronize", NEEDS_CONTEXT | UNSAFE_IN_CAPTURE | SYNCHRONISES);
     stream *of = sim_stream(handle);
@@ -238,6 +246,7 @@ EXPORT CUresult cuCtxRecordEvent(context *of, event *which) {
 
 EXPORT CUresult cuEventQuery(event *which) {
     ENTER("cuEventQuery", NEEDS_CONTEXT | UNSAFE_IN_CAPTURE);
+    if (!which) return INVALID_HANDLE;
     if (which->captured) {
         sim_invalidate_captures(which->context);
         return CAPTURED_EVENT;
