@@ -186,11 +186,35 @@ class SlotAllocator(SlotMessages):
             self._record.hold(slots)
         return self._tensors.copy_of(slots)
 
+    def hold_unless_cleared(self, slots: list[int], clears: int) -> torch.Tensor | None:
+        """:meth:`hold`, or None if ``clear()`` was called since :attr:`clears` was that."""
+        with self._lock:
+            if clears != self._clears:
+                return None
+            self._record.hold(slots)
+        return self._tensors.copy_of(slots)
+
+    @property
+    def clears(self) -> int:
+        """How often ``clear()`` was called."""
+        return self._clears
+
     def offer(self, slots: list[int]) -> None:
         """These are offered to another session: not to be freed from now on."""
         self._check_usable()
         with self._lock:
             self._record.offer(slots)
+
+    def begin_offer(self, slots: list[int]) -> None:
+        """An offer of these is about to be sent: they cannot be freed until more is known."""
+        self._check_usable()
+        with self._lock:
+            self._record.begin_offer(slots)
+
+    def offered(self, slots: list[int]) -> None:
+        """The offer was made, or is taken back by now: the slot table tells which."""
+        with self._lock:
+            self._record.offered(slots)
 
     def end_offer(self, slots: list[int]) -> bool:
         """The allocator refuses an offer of these: they are plainly this client's again.

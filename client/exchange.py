@@ -7,6 +7,7 @@ posted messages once more after letting go.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -109,6 +110,9 @@ class Exchange:
             elif posted.queue:
                 # What went before is applied: else the answer were another one.
                 posted.forget_applied(number)
+            if self.refusals and op in protocol.CANCELLED_OPS:
+                # Something before it was refused: as if this had not been asked.
+                self._raise_refusal()
         except BaseException:  # Ctrl-C too: whatever ends the wait, nobody takes the answer any more
             if request_id and op in protocol.CANCELLED_OPS:
                 self.posted.append(protocol.CANCEL, request_id, 0)
@@ -127,6 +131,10 @@ class Exchange:
         ):
             return reply
         return self._checked(op, reply)
+
+    def _raise_refusal(self) -> None:
+        with contextlib.suppress(IndexError):  # another thread raises it
+            raise self.refusals.pop(0)
 
     def _checked(self, op: int, reply: list[Any]) -> list[Any]:
         try:

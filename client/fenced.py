@@ -15,7 +15,7 @@ from mambapool.client.device_slots import DeviceSlotTensors
 from mambapool.client.fenced_limbo import Entry, FencedLimbo
 from mambapool.client.fences import Event, Fences
 from mambapool.client.forms import packed, packed_ids
-from mambapool.client.record import HELD, LEAVING, OFFERED
+from mambapool.client.record import HELD, LEAVING, OFFERING
 from mambapool.client.transport import Transport
 from mambapool.pool import cuda_tensors, protocol
 from mambapool.pool.errors import AllocatorUnavailable, DoubleFree, InvalidSlots
@@ -302,7 +302,7 @@ class Fenced(SlotAllocator):
         with self._lock:
             slots = self._plain(entry.places)
             for slot in slots:
-                self._marks[slot] = OFFERED
+                self._marks[slot] = OFFERING
         deadline = time.monotonic() + _OFFER_S
         try:
             self._transport.call(protocol.OFFER, packed_ids(slots), entry.receiver, deadline=deadline)
@@ -310,8 +310,9 @@ class Fenced(SlotAllocator):
             if self.end_offer(slots):
                 self._refusals.append(error)
         except AllocatorUnavailable:
-            with self._lock:
-                ours = [slot for slot in slots if self._table.holder_of(slot) == self._transport.number]
-                # The same offer again changes nothing; one that was accepted is not ours to make.
-                if ours and not any(self._table.offered_to(slot) for slot in ours):
+            # It is taken back, if it was made, before it is made again; one that was accepted is not ours to make.
+            if any(self._table.holder_of(slot) == self._transport.number for slot in slots):
+                with self._lock:
                     self._limbo.put_back(Entry(slots, 0, receiver=entry.receiver))
+                return
+        self.offered(slots)

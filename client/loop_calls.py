@@ -182,7 +182,8 @@ class LoopCalls:
         self._open.pop(pending.request_id, None)
         self._connection.close_request(pending.request_id)
         if self._unsent:
-            self._send()
+            # Not before the caller had its look at the reply: a CANCEL of it goes first, while it is known.
+            self._loop.call_soon(self._send)
 
     def _give_up(self, pending: Pending) -> int | None:
         """Nobody takes the answer any more; the number of the CANCEL that says so, if it was asked at all."""

@@ -14,13 +14,14 @@ SMALL_BATCH = 32
 HELD = 1
 OFFERED = 2
 LEAVING = 3
+OFFERING = 4
 
 
 class Record:
     """One byte per slot: 1 while the caller has it, 2 while it is on offer to another session, else 0.
 
-    On a GPU 3 is a slot that is to be offered when the GPU is done with it, and there are more bytes: one for each
-    cell that can stand for a slot.
+    4 while an offer of it is under way, of which nobody knows yet whether it was made. On a GPU 3 is a slot that is to
+    be offered when the GPU is done with it, and there are more bytes: one for each cell that can stand for a slot.
 
     The caller of its methods locks.
 
@@ -50,6 +51,16 @@ class Record:
         """These are on offer from now on; refused whole if the caller does not hold them all."""
         self._change(slots, OFFERED)
 
+    def begin_offer(self, slots: list[int]) -> None:
+        """An offer of these is under way; refused whole if the caller does not hold them all."""
+        self._change(slots, OFFERING)
+
+    def offered(self, slots: list[int]) -> None:
+        """What was under way is for the slot table to tell from now on."""
+        for slot in slots:
+            if self.marks[slot] == OFFERING:
+                self.marks[slot] = OFFERED
+
     def count(self) -> int:
         """How many slots the caller has, offered ones included."""
         self._forget_accepted()
@@ -58,7 +69,8 @@ class Record:
     def clear(self, *, offers_end: bool = True) -> int:
         """Nothing is held any more, but for what is on offer unless ``offers_end``; returns how much was."""
         count = self.count()
-        self._view[self._view != (0 if offers_end else OFFERED)] = 0
+        kept = () if offers_end else (OFFERED, OFFERING)
+        self._view[~np.isin(self._view, kept)] = 0
         return count
 
     def held(self) -> list[int]:
@@ -96,6 +108,7 @@ class Record:
 
     def end_offer(self, slots: list[int]) -> bool:
         """An offer of these was refused: those that are still the caller's are plainly so; whether there are any."""
+        self.offered(slots)
         self._forget_accepted()
         still = [slot for slot in slots if self.marks[slot] == OFFERED]
         for slot in still:
@@ -112,7 +125,7 @@ class Record:
     def refuse(self, slots: list[int]) -> None:
         """Raise what is wrong with freeing these: who has them is in the slot table."""
         faulty = [slot for slot in slots if self.marks[slot] != HELD]
-        if offered := [slot for slot in faulty if self.marks[slot] in (OFFERED, LEAVING)]:
+        if offered := [slot for slot in faulty if self.marks[slot] in (OFFERED, LEAVING, OFFERING)]:
             raise NotHolder(f"slots {_named(offered)} are offered to another session", offered)
         holders = {slot: self._table.holder_of(slot) for slot in faulty}
         ours = (0, self.session)  # what we freed may still be on its way to the table

@@ -100,8 +100,6 @@ class SlotMessages:
                     carried = self._post_freed(protocol.FREE)
                     frees = None if carried is None else carried.argument
             reply = self._transport.call(protocol.ALLOC, 1, frees, False, frees=carried, deadline=deadline)
-            if self._refusals:
-                self._take_back_grant(reply)
             if reply[2] == protocol.NONE:
                 return None
             slot = reply[3]
@@ -123,15 +121,15 @@ class SlotMessages:
             carried = self._post_freed(protocol.FREE)
         frees = None if carried is None else carried.argument
         arguments = (count, frees, True, *tagged(tag))
-        reply = self._transport.call_and_wait(protocol.ALLOC, *arguments, frees=carried, wait=timeout)
-        if reply is None:
-            self._check_usable()
-            return None
-        with self._lock:
-            if clears == self._clears:
-                return self._granted(reply, locked=True)
-        # A clear() went by: whether before the grant or after it, nobody here can tell.
-        self._transport.post(protocol.CANCEL, reply[0], 0)
+        with self._transport.waited_for(protocol.ALLOC, *arguments, frees=carried, wait=timeout) as reply:
+            if reply is None:
+                self._check_usable()
+                return None
+            with self._lock:
+                if clears == self._clears:
+                    return self._granted(reply, locked=True)
+                # A clear() went by: whether before the grant or after it, nobody here can tell.
+                self._posted.append(protocol.CANCEL, reply[0], 0)
         return None
 
     def _granted(self, reply: list[Any], *, locked: bool = False) -> torch.Tensor | None:
@@ -150,15 +148,7 @@ class SlotMessages:
     def _ask(self, op: int, carried: Posted | None, count: int, *more: Any) -> list[Any]:
         """A request that carries along what was freed; raises what the allocator refused before it."""
         frees = None if carried is None else carried.argument
-        reply = self._transport.call(op, count, frees, *more, frees=carried, deadline=self._calls.deadline)
-        if self._refusals:
-            self._take_back_grant(reply)
-        return reply
-
-    def _take_back_grant(self, reply: list[Any]) -> None:
-        """The allocator refused something before: as if this call had not been made."""
-        self._transport.post(protocol.CANCEL, reply[0], 0)
-        self._check_usable()
+        return self._transport.call(op, count, frees, *more, frees=carried, deadline=self._calls.deadline)
 
     def _take_freed(self) -> Posted | None:
         """What was freed inside an open window, for a request to carry."""

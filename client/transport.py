@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,28 @@ class Transport(Exchange):
     answered or applied. Not usable after a fork: see :mod:`mambapool.client.worker`, which looks.
     """
 
+    @contextlib.contextmanager
+    def waited_for(
+        self, op: int, *arguments: Any, frees: Posted | None = None, wait: float
+    ) -> Iterator[list[Any] | None]:
+        """:meth:`call_and_wait`, whose answer the allocator keeps until the end: a CANCEL posted inside finds it."""
+        reply = self.call_and_wait(op, *arguments, frees=frees, wait=wait, leave_open=True)
+        try:
+            yield reply
+        finally:
+            if reply is not None:
+                with self.lock:
+                    self.connection.close_request(reply[0])
+                self.flush()
+
     def call_and_wait(
-        self, op: int, *arguments: Any, frees: Posted | None = None, wait: float, kept: bool = False
+        self,
+        op: int,
+        *arguments: Any,
+        frees: Posted | None = None,
+        wait: float,
+        kept: bool = False,
+        leave_open: bool = False,
     ) -> list[Any] | None:
         """Like :meth:`call` for a request that is answered when its turn comes; None after ``wait`` seconds.
 
@@ -59,7 +80,8 @@ class Transport(Exchange):
                 else:
                     if reply is None:
                         cancel = self.posted.append(protocol.CANCEL, request_id, 0)
-                    connection.close_request(request_id)
+                    if not leave_open or reply is None or reply[2] != protocol.OK:
+                        connection.close_request(request_id)
             self.flush()
         if reply is None:
             if kept:
@@ -67,6 +89,11 @@ class Transport(Exchange):
             else:
                 self._until_applied(cancel.number)
         return None if reply is None else self._checked(op, reply)
+
+    @property
+    def has_unresolved(self) -> bool:
+        """Whether there is a kept request of before, of which the next such call says what became of it."""
+        return bool(self._unresolved)
 
     def _resolve(self, request_id: int, op: int) -> list[Any] | None:
         """What became of a kept request that was not answered in time: its grant, or None; it waits no longer."""

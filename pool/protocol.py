@@ -43,7 +43,7 @@ AUDIT: Final = 14  # [.., pool]                        → {all of one pool, of 
 
 POSTED_OPS: Final = frozenset((FREE, END, CLEAR, CANCEL, CLOSE))
 #: Requests that a CANCEL takes back when nobody waits for their reply any more.
-CANCELLED_OPS: Final = frozenset((ALLOC, BEGIN))
+CANCELLED_OPS: Final = frozenset((ALLOC, BEGIN, OFFER))
 OP_NAMES: Final = {
     HELLO: "HELLO",
     DETACH: "DETACH",

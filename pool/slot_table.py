@@ -19,6 +19,8 @@ and reads again when they differ.
 A row's owner word is ``holder << 8 | kind``, 0 while the slot is free. A slot is in a window when its
 request word is its session's ``window`` word: so ending a window is one store, however many slots were
 in it. ``order`` numbers frees: free rows sorted by it are the free list. It is kept while a slot is held.
+A row's offered word is ``offer << 32 | receiver``, 0 while it is on offer to nobody: the slots of one holder with
+one such word are one offer.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ import numpy.typing as npt
 from mambapool.pool.errors import AllocatorUnavailable, ProtocolError, RuntimeDirError, VersionMismatch
 
 MAGIC: Final = int.from_bytes(b"MAMBPOOL", "little")
-LAYOUT_VERSION: Final = 2
+LAYOUT_VERSION: Final = 3
 
 # Header words. SEQ, DONE and FREE_COUNT change with every call and have a cache line of their own.
 H_MAGIC: Final = 0
@@ -89,8 +91,17 @@ TORN_READ_S: Final = 1.0
 Words = npt.NDArray[np.uint64]
 
 
+#: Of an offered word: the session to which the slot is on offer.
+RECEIVER_BITS: Final = 0xFFFFFFFF
+
+
 def owner_word(holder: int) -> int:
     return holder << 8 | HELD
+
+
+def offered_word(receiver: int, request: int) -> int:
+    """``request``, the OFFER's id, is cut to 32 bits: no two offers that are open at once are so far apart."""
+    return (request & 0xFFFFFFFF) << 32 | receiver
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +238,11 @@ class SlotTableReader:
 
     def offered_to(self, slot: int) -> int:
         """The session to which the slot is on offer, 0: none."""
-        return self.items[self.layout.field(OFFERED) + slot]
+        return self.items[self.layout.field(OFFERED) + slot] & RECEIVER_BITS
+
+    def request_of(self, slot: int) -> int:
+        """The request by which its holder got it."""
+        return self.items[self.layout.field(REQUEST) + slot]
 
     def generation_of(self, slot: int) -> int:
         return self.items[self.layout.field(GENERATION) + slot]

@@ -61,7 +61,8 @@ class AuditedPool:
         # What it has written.
         self.header = _numbers(reply["header"], "<u8", st.H_WAITING + 1)
         rows = _numbers(reply["rows"], "<u8", st.ROW_FIELDS * (self.slots + 1)).reshape(st.ROW_FIELDS, -1)
-        self.owner, self.request, self.generation, self.order, self.offered_to = rows
+        self.owner, self.request, self.generation, self.order, offered = rows
+        self.offered_to = offered & st.RECEIVER_BITS
         self.session_words = _numbers(reply["sessions"], "<u8").reshape(-1, st.SESSION_WORDS)
 
     @property

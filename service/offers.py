@@ -17,13 +17,18 @@ if TYPE_CHECKING:
     from mambapool.service.pools import Pool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Offer:
     """Slots that their holder offers to another session; still the giver's until they are accepted."""
 
     giver: Session
-    receiver: int
     ids: Ids
+    #: What the slot table says of each of its slots: to whom, and which offer.
+    word: int
+
+    @property
+    def receiver(self) -> int:
+        return self.word & st.RECEIVER_BITS
 
 
 class Offers:
@@ -40,7 +45,7 @@ class Offers:
     def __len__(self) -> int:
         return len(self._offers)
 
-    def make(self, giver: Session, ids: Ids, receiver: int) -> None:
+    def make(self, giver: Session, ids: Ids, receiver: int, request_id: int) -> None:
         """Offer slots of ``giver`` to another one of this pool; they stay its own, but cannot be freed."""
         pool = self._pool
         other = pool.sessions.get(receiver)
@@ -52,9 +57,10 @@ class Offers:
                 raise NotHolder("slots of a guarantee cannot be transferred: they are its holder's", granted)
         pool.ledger.offer(ids, giver.number)
         giver.offered += len(ids)
-        pool.table.offer(ids, receiver)
+        offer = Offer(giver, ids, st.offered_word(receiver, request_id))
+        pool.table.offer(ids, offer.word)
         pool.commit()
-        self._offers.append(Offer(giver, receiver, ids))
+        self._offers.append(offer)
 
     def restore(self, offer: Offer) -> None:
         """One that ledger and table know already."""
@@ -90,6 +96,12 @@ class Offers:
         receiver.granted_at[request_id] = receiver.heard
         pool.commit()
         return ids
+
+    def take_back(self, giver: Session, request_id: int) -> None:
+        """End the one that a session made by that request, if there is one; staged."""
+        made = st.offered_word(0, request_id)
+        ended = [o for o in self._offers if o.giver is giver and o.word & ~st.RECEIVER_BITS == made]
+        self._withdraw(ended)
 
     def end(self, session: Session) -> None:
         """Those of a session and those to it; staged."""

@@ -76,7 +76,7 @@ def apply_frees(pool: Pool, session: Session, number: int, frees: object, *, nil
 
 
 def _cancel(pool: Pool, session: Session, number: int, request_id: object) -> None:
-    """Give back what ``request_id`` was granted, or bar it if it has not come yet or still waits."""
+    """Give back what ``request_id`` was granted, end its offer, or bar it if it has not come yet or still waits."""
     if type(request_id) is not int or not 0 < request_id < MAX_NUMBER:
         raise ProtocolError("CANCEL names a request id")
     if request_id not in session.answers:
@@ -91,6 +91,7 @@ def _cancel(pool: Pool, session: Session, number: int, request_id: object) -> No
         pool.table.set_waiting(pool.waiting.slots)
     if session.accepting == request_id:
         session.accepting = 0
+    pool.offers.take_back(session, request_id)
     granted = session.recovered.pop(request_id, None) if answer is None else answer.granted
     if isinstance(granted, bytes):
         granted = unpack_ids(granted)

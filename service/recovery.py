@@ -187,15 +187,15 @@ def _restore_answers(pool: Pool) -> None:
 
 
 def _restore_offers(pool: Pool) -> None:
-    """One offer per giver and receiver: which calls they came from is not known any more."""
+    """Those of a giver in the order in which it made them; whose came first is not known any more."""
     table = pool.table
     offered = np.flatnonzero(table.offers)
     found: dict[tuple[int, int], list[int]] = defaultdict(list)
     for slot in offered[np.argsort(table.orders[offered], kind="stable")]:
         found[int(table.owners[slot]) >> 8, int(table.offers[slot])].append(int(slot))
-    for (giver, receiver), slots in found.items():
+    for (giver, word), slots in sorted(found.items()):
         ids: Ids = np.array(slots, np.int32)
         session = pool.sessions[giver]
         pool.ledger.offer(ids, giver)
         session.offered += len(ids)
-        pool.offers.restore(Offer(session, receiver, ids))
+        pool.offers.restore(Offer(session, ids, word))

@@ -19,7 +19,7 @@ from mambapool.pool.errors import (
 from mambapool.pool.group_page import DIED, EVICTED, LEFT
 from mambapool.service.attach import AttachRequest
 from mambapool.service.groups import Group, new_group, those_ranks
-from mambapool.service.leases import Leases
+from mambapool.service.leases import Leases, Lock
 from mambapool.service.ledger import Ids
 from mambapool.service.pool_report import check_pool
 from mambapool.service.pools import Pool
@@ -196,7 +196,20 @@ class Registry:
     def _new_session(self, request: AttachRequest, identity: bytes) -> Session:
         if self.ending:
             raise AllocatorUnavailable("the allocator is ending and takes no new sessions")
-        pool = self._pool_for(request)
+        # Before anything is made for it: who shows no lease that it holds gets nothing.
+        lease = self._leases.open(request.lease)
+        try:
+            pool = self._pool_for(request)
+            try:
+                return self._attach(pool, request, identity, lease)
+            except BaseException:
+                self._end_if_last(pool)  # made for this session, which does not come
+                raise
+        except BaseException:
+            self._leases.forget(lease, dead=False)
+            raise
+
+    def _attach(self, pool: Pool, request: AttachRequest, identity: bytes, lease: Lock) -> Session:
         if pool.lost is not None:
             raise PoolLost(f"pool {pool.name} is lost: {pool.lost}")
         number = self._next_number
@@ -207,29 +220,23 @@ class Registry:
         # Rank 0's session holds the slots of its group, and their guarantee.
         guarantee = request.guarantee if request.group is None or not request.rank else 0
         pool.check_guarantee(guarantee)
-        lease = self._leases.open(request.lease)
-        try:
-            session = Session(
-                number=number,
-                row=pool.rows.take(),
-                lease=lease,
-                name=request.name,
-                pid=request.pid,
-                rank=request.rank,
-                identity=identity,
-                pool=pool,
-                guarantee=guarantee,
-                limit=limit,
-            )
-        except AllocatorUnavailable:
-            self._leases.forget(lease, dead=False)
-            raise
+        session = Session(
+            number=number,
+            row=pool.rows.take(),
+            lease=lease,
+            name=request.name,
+            pid=request.pid,
+            rank=request.rank,
+            identity=identity,
+            pool=pool,
+            guarantee=guarantee,
+            limit=limit,
+        )
         if request.group is not None:
             try:
                 session.group = group or new_group(request, number, limit, pool)
             except RuntimeDirError:
                 pool.rows.give_back(session.row)
-                self._leases.forget(lease, dead=False)
                 raise
         self._next_number += 1
         pool.attach(session)

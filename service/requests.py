@@ -170,7 +170,7 @@ class Requests:
         if not len(ids):
             raise InvalidSlots("an offer of no slots")
         if not pool.offers.is_made(session, ids, receiver):  # a repeat, from before a restart
-            pool.offers.make(session, ids, receiver)
+            pool.offers.make(session, ids, receiver, message[2])
             self._turns.offered(pool, pool.sessions[receiver])
         return self._replies.done(message[2])
 

@@ -160,12 +160,12 @@ class SlotTableWriter(SlotTableContents):
         _put3(self._map, self._end * 8, WORD, address, value)
         self._end += 3
 
-    def offer(self, ids: Ids, to: int) -> None:
-        """Stage: ``ids`` are offered to session ``to``; 0: to nobody any more."""
+    def offer(self, ids: Ids, word: int) -> None:
+        """Stage: ``ids`` are offered, with that offered word; 0: to nobody any more."""
         count = len(ids)
         at = self._end
         self._items[at] = _OFFER | count << 8
-        self._items[at + 1] = to
+        self._items[at + 1] = word
         self._end = self._put_ids(at + 2, ids, count)
 
     def move(self, ids: Ids, owner: int, request: int) -> None:

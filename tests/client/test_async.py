@@ -325,6 +325,54 @@ async def test_a_free_does_not_take_away_the_sign_that_an_answer_has_come(
         assert await asyncio.wait_for(waiting, 5.0) is not None
 
 
+async def test_what_is_granted_over_a_clear_goes_back_before_anything_else_is_asked(
+    worker: AsyncWorker, pool: FreshPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop_calls, "MAX_OPEN", 1)
+    granted(await worker.allocator.alloc(SLOTS))
+    waiting = asyncio.create_task(worker.allocator.alloc(2, timeout=10.0))
+    while not (await asyncio.to_thread(pool.status))["waiting"]:
+        assert not waiting.done()
+    unsent = asyncio.create_task(worker.allocator.alloc(1))
+    await asyncio.sleep(0)
+    await worker.allocator.clear()
+    held = {*granted(await waiting).tolist(), *granted(await unsent).tolist()}
+    await all_accounted_for(worker, pool, held)
+
+
+async def test_what_a_clear_has_freed_is_not_accepted_and_what_came_after_is(
+    attach: Attach, worker: AsyncWorker, pool: FreshPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver = await attach()
+    steps = receiver._transfers._steps
+    taken = steps.taken
+
+    def cleared(reply: list[Any]) -> list[int]:
+        monkeypatch.setattr(steps, "taken", taken)
+        receiver.allocator._steps.clear()
+        return taken(reply)
+
+    monkeypatch.setattr(steps, "taken", cleared)
+    await worker.transfer(granted(await worker.allocator.alloc(2)), to=receiver.session)
+    assert await receiver.accept() is None
+    await all_accounted_for(receiver, pool)
+
+    waiting = asyncio.create_task(receiver.accept(timeout=10.0))
+    await asyncio.sleep(0.01)
+    await receiver.allocator.clear()
+    await worker.transfer(granted(await worker.allocator.alloc(2)), to=receiver.session)
+    accepted = granted(await waiting)
+    await all_accounted_for(receiver, pool, set(accepted.tolist()))
+
+
+@pytest.mark.parametrize("to", [None, -1, 10**30])
+async def test_what_is_no_session_is_refused_and_changes_nothing(worker: AsyncWorker, to: Any) -> None:
+    slots = granted(await worker.allocator.alloc(2))
+    with pytest.raises((TypeError, ValueError)):
+        await worker.transfer(slots, to=to)
+    assert worker.allocator._steps.held() == slots.tolist()
+
+
 # Connecting and closing.
 
 

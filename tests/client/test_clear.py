@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from fresh_pool import FreshPoolFactory, drain, granted, ids
@@ -79,3 +81,24 @@ def test_a_client_that_holds_nothing_may_clear(fresh_pool: FreshPoolFactory) -> 
     idle.allocator.clear()
     assert idle.allocator.free_slots.tolist() == [3, 4]
     assert pool.held_by(holder) == {1, 2}
+
+
+def test_what_is_granted_over_a_clear_goes_back_whatever_was_asked_meanwhile(
+    fresh_pool: FreshPoolFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread waits, another clears: the grant may be of before or after. A third one asks for something else."""
+    pool = fresh_pool(8)
+    worker = pool.connect()
+    ask = worker._transport.call_and_wait
+
+    def overtaken(op: int, *arguments: Any, **options: Any) -> list[Any] | None:
+        worker.allocator.clear()
+        reply = ask(op, *arguments, **options)
+        worker.allocator.free(granted(worker.allocator.alloc(1)))
+        return reply
+
+    monkeypatch.setattr(worker._transport, "call_and_wait", overtaken)
+    assert worker.allocator.alloc(2, timeout=5.0) is None
+    pool.settle()
+    assert pool.held_by(worker) == set(worker.allocator.held()) == set()
+    assert sorted(drain(worker.allocator)) == list(range(1, 9))

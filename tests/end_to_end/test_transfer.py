@@ -194,6 +194,117 @@ def test_an_offer_that_was_accepted_before_its_giver_could_ask_again_is_made(
     assert "held by session" in refused_to_free(giver, 2)
 
 
+def test_two_offers_to_one_receiver_are_two_after_a_restart(
+    pool: FreshPool, giver: Worker, receiver: Worker
+) -> None:
+    giver.transfer(torch.tensor([1, 2]), to=receiver.session)
+    giver.transfer(torch.tensor([4, 3]), to=receiver.session)
+    restart(pool.daemon)
+    assert ids(receiver.accept(timeout=5.0)) == [1, 2]
+    assert sorted(ids(receiver.accept(timeout=5.0))) == [3, 4]
+
+
+def test_an_offer_whose_answer_was_lost_in_a_restart_is_made_beside_an_earlier_one(
+    pool: FreshPool, giver: Worker, receiver: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    giver.transfer(torch.tensor([1, 2]), to=receiver.session)
+    ask = giver._transport.call
+
+    def asked_again(op: int, *arguments: Any) -> list[Any]:
+        ask(op, *arguments)
+        restart(pool.daemon)
+        return ask(op, *arguments)
+
+    monkeypatch.setattr(giver._transport, "call", asked_again)
+    giver.transfer(torch.tensor([3]), to=receiver.session)
+    assert "offered" in refused_to_free(giver, 3)
+    receiver.close()
+    wait_until(lambda: not pool.status()["offered"], "the offers end with their receiver")
+    giver.allocator.free(torch.tensor([3, 2]))
+    pool.settle()
+    assert pool.held_by(giver) == {1, 4}
+
+
+@pytest.mark.parametrize("frees", [True, False])
+def test_an_offer_that_nobody_answers_is_taken_back(pool: FreshPool, receiver: Worker, frees: bool) -> None:
+    """It is in the allocator's queue all the same, before what the giver does then."""
+    giver = pool.connect(timeout=0.5)
+    assert ids(giver.allocator.alloc(4)) == [1, 2, 3, 4]
+    with pool.daemon.stopped():
+        with pytest.raises(AllocatorUnavailable):
+            giver.transfer(torch.tensor([2, 3]), to=receiver.session)
+        if frees:
+            giver.allocator.free(torch.tensor([2, 3]))
+    pool.settle()
+    assert giver.allocator.available_size() == (14 if frees else 12)
+    assert pool.status()["offered"] == 0
+    assert receiver.accept() is None
+    if not frees:
+        giver.allocator.free(torch.tensor([2, 3]))
+    pool.settle()
+    assert pool.held_by(giver) == set(giver.allocator.held()) == {1, 4}
+
+
+def test_slots_cannot_be_freed_while_their_offer_is_under_way(
+    pool: FreshPool, giver: Worker, receiver: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slot table does not show it yet: that it is not there does not mean that it was refused."""
+    ask = giver._transport.call
+
+    def freed_meanwhile(op: int, *arguments: Any) -> list[Any]:
+        assert "offered" in refused_to_free(giver, 3, 2)
+        return ask(op, *arguments)
+
+    monkeypatch.setattr(giver._transport, "call", freed_meanwhile)
+    giver.transfer(torch.tensor([2, 3]), to=receiver.session)
+    assert ids(receiver.accept()) == [2, 3]
+    assert pool.held_by(giver) == set(giver.allocator.held()) == {1, 4}
+
+
+@pytest.mark.parametrize(
+    ("to", "error"), [(None, TypeError), ("2", TypeError), (-1, ValueError), (10**30, ValueError)]
+)
+def test_what_is_no_session_is_refused_and_changes_nothing(giver: Worker, to: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        giver.transfer(torch.tensor([2, 3]), to=to)
+    assert giver.allocator.held() == [1, 2, 3, 4]
+
+
+def test_what_a_clear_has_freed_is_not_accepted(
+    pool: FreshPool, giver: Worker, receiver: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread clears when the allocator has answered, and the receiver has not taken the answer yet."""
+    ask = receiver._transport.call_and_wait
+
+    def cleared_after(op: int, *arguments: Any, **options: Any) -> list[Any] | None:
+        reply = ask(op, *arguments, **options)
+        receiver.allocator.clear()
+        return reply
+
+    monkeypatch.setattr(receiver._transport, "call_and_wait", cleared_after)
+    giver.transfer(torch.tensor([2, 3]), to=receiver.session)
+    assert receiver.accept() is None
+    pool.settle()
+    assert pool.held_by(receiver) == set(receiver.allocator.held()) == set()
+    assert pool.available == 14
+
+
+def test_what_is_accepted_after_a_clear_that_went_by_is_kept(
+    pool: FreshPool, giver: Worker, receiver: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = receiver._transport.call_and_wait
+
+    def cleared_before(op: int, *arguments: Any, **options: Any) -> list[Any] | None:
+        receiver.allocator.clear()
+        receiver._transport.settle()
+        return ask(op, *arguments, **options)
+
+    monkeypatch.setattr(receiver._transport, "call_and_wait", cleared_before)
+    giver.transfer(torch.tensor([2, 3]), to=receiver.session)
+    assert ids(receiver.accept()) == [2, 3]
+    assert pool.held_by(receiver) == set(receiver.allocator.held()) == {2, 3}
+
+
 def test_who_dies_between_offer_and_accept_while_no_allocator_runs(
     new_pool: FreshPoolFactory, children: Children
 ) -> None:

@@ -274,6 +274,10 @@ NOTHING: tuple[Change, ...] = ()
 RANKS = (Join(0), Join(1))
 WINDOW = (Ask("a", protocol.BEGIN, lambda w: (4, None, False)),)
 OFFER = (Ask("a", protocol.OFFER, lambda w: (_ids(*w.held), w.b.number)),)
+TWO_OFFERS = (
+    Ask("a", protocol.OFFER, lambda w: (_ids(*w.held[:2]), w.b.number)),
+    Ask("a", protocol.OFFER, lambda w: (_ids(*w.held[2:]), w.b.number)),
+)
 
 #: Kind of change → what comes before it, and the change.
 CHANGES: dict[str, tuple[tuple[Change, ...], Change]] = {
@@ -295,7 +299,10 @@ CHANGES: dict[str, tuple[tuple[Change, ...], Change]] = {
     "clear": (WINDOW, Post(protocol.CLEAR, lambda w: None)),
     "cancel of a grant": (WINDOW, Post(protocol.CANCEL, lambda w: w.a.request)),
     "offer": (NOTHING, OFFER[0]),
+    "cancel of an offer": (OFFER, Post(protocol.CANCEL, lambda w: w.a.request)),
+    "second offer to the same one": (TWO_OFFERS[:1], TWO_OFFERS[1]),
     "accept": (OFFER, Ask("b", protocol.ACCEPT, lambda w: (False,))),
+    "accept of the first of two": (TWO_OFFERS, Ask("b", protocol.ACCEPT, lambda w: (False,))),
     "attach": (NOTHING, Attach(0)),
     "attach with a guarantee": (NOTHING, Attach(4)),
     "detach": (WINDOW, Ask("a", protocol.DETACH, lambda w: ())),

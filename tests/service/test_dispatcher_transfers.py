@@ -33,7 +33,8 @@ def held(pool: Pool, client: Client) -> tuple[list[int], int]:
 def test_an_offer_stays_the_givers_and_cannot_be_freed(client: Client, receiver: Client, pool: Pool) -> None:
     assert client.offer(receiver.number, 3, 1) == [3, EPOCH, OK]
     assert held(pool, client) == ([1, 2, 3, 4, 5, 6], 2)
-    assert pool.table.offers[[1, 2, 3]].tolist() == [receiver.number, 0, receiver.number]
+    word = st.offered_word(receiver.number, 3)
+    assert pool.table.offers[[1, 2, 3]].tolist() == [word, 0, word]
     refused = client.post(FREE, ids(2, 3, 1))
     assert refused is not None
     assert refused[2:] == [protocol.NOT_HOLDER, ids(3, 1), "slots 3, 1 are offered to another session"]
@@ -124,6 +125,23 @@ def test_an_offer_that_an_allocator_before_this_one_took_is_not_made_twice(
     client.offer(receiver.number, 2, 3)
     assert client.offer(receiver.number, 3, 2)[2:] == [OK]
     assert (len(pool.offers), client.session.offered) == (1, 2)
+
+
+def test_a_cancel_takes_an_offer_back_or_bars_one_that_has_not_come(
+    client: Client, receiver: Client, pool: Pool
+) -> None:
+    client.offer(receiver.number, 1, 2)
+    client.offer(receiver.number, 3)
+    first = client.request_id - 1
+    assert client.post(CANCEL, first) is None
+    assert held(pool, client) == ([1, 2, 3, 4, 5, 6], 1)
+    assert client.post(FREE, ids(2, 1)) is None
+    assert client.post(CANCEL, client.request_id + 1) is None
+    assert client.offer(receiver.number, 4)[2] == NOT_OPEN
+    assert receiver.accept()[2:] == [OK, 3]
+    assert receiver.accept()[2] == NONE
+    assert client.post(CANCEL, first + 1) is None
+    assert held(pool, receiver) == ([3], 0), "what was accepted is not taken back"
 
 
 def bad_offers() -> list[Any]:

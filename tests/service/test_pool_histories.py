@@ -497,7 +497,16 @@ class PoolHistory(RuleBasedStateMachine):
         assert row(slot_table.GENERATION) == self.model.generation
         requests = row(slot_table.REQUEST)
         assert all(requests[slot] == self.model.request[slot] for slot in holders)
-        assert row(slot_table.OFFERED) == [self.model.offered.get(slot, 0) for slot in range(len(slots) + 1)]
+        words = row(slot_table.OFFERED)
+        receivers = [word & slot_table.RECEIVER_BITS for word in words]
+        assert receivers == [self.model.offered.get(slot, 0) for slot in range(len(slots) + 1)]
+        offers = {frozenset(offer.slots) for offer in self.model.offers}
+        of_one = {
+            (owners[slot], word): {s for s in slots if (owners[s], words[s]) == (owners[slot], word)}
+            for slot, word in enumerate(words)
+            if word
+        }
+        assert set(map(frozenset, of_one.values())) == offers
         assert image[slot_table.H_FREE_COUNT] == len(self.model.free)
 
     def _commit_and_recover(self, free_count: int) -> None:

@@ -193,7 +193,7 @@ def test_a_guarantee_is_what_the_first_request_granted_in_list_order(pool: Pool)
 def test_offers_move_whole_and_change_nothing_else(pool: Pool, reader: SlotTableReader) -> None:
     first, second = make_session(pool, 1), make_session(pool, 2)
     take(pool, first, 6)
-    pool.offers.make(first, array(6, 2, 4), 2)
+    pool.offers.make(first, array(6, 2, 4), 2, 100)
     assert [reader.offered_to(slot) for slot in range(1, 7)] == [0, 2, 0, 2, 0, 2]
     assert (first.held, first.offered) == (6, 3)
     assert pool.offers.is_made(first, array(2, 4, 6), 2)
@@ -214,10 +214,10 @@ def test_the_end_of_a_session_ends_its_offers_and_those_to_it_in_one_commit(
     first, second, third = (make_session(pool, number) for number in (1, 2, 3))
     take(pool, first, 3)
     take(pool, second, 3)
-    pool.offers.make(first, array(1), 2)
-    pool.offers.make(second, array(4, 5), 1)
-    pool.offers.make(first, array(3), 3)
-    pool.offers.make(first, array(2), 2)
+    pool.offers.make(first, array(1), 2, 101)
+    pool.offers.make(second, array(4, 5), 1, 102)
+    pool.offers.make(first, array(3), 3, 103)
+    pool.offers.make(first, array(2), 2, 104)
     before = reader.items[st.H_SEQ]
     assert pool.detach(second).tolist() == [4, 5, 6]
     assert reader.items[st.H_SEQ] == before + 1
@@ -233,7 +233,7 @@ def test_a_lost_pool_says_so_in_its_table(pool: Pool, reader: SlotTableReader) -
 def test_the_check_finds_an_offer_that_the_table_does_not_have(pool: Pool) -> None:
     first, _second = make_session(pool, 1), make_session(pool, 2)
     take(pool, first, 2)
-    pool.offers.make(first, array(1), 2)
+    pool.offers.make(first, array(1), 2, 105)
     offers, pool.offers = pool.offers, Offers(pool)
     with pytest.raises(AssertionError, match="the slot table and the offers differ"):
         check_pool(pool)
@@ -248,9 +248,9 @@ def test_status_counts_slots_by_what_they_are(tmp_path: Path) -> None:
     take(pool, session, 2)
     take(pool, session, 3, request_id=8)
     pool.open_window(session, 8)
-    pool.offers.make(session, array(2), 6)
+    pool.offers.make(session, array(2), 6, 106)
     pool.detach(receiver)
-    pool.offers.make(session, array(1), make_session(pool, 7, limit=4, guarantee=3, rank=1).number)
+    pool.offers.make(session, array(1), make_session(pool, 7, limit=4, guarantee=3, rank=1).number, 107)
     pool.commit()
     assert pool_status(pool, 0.0) == {
         "name": "p",

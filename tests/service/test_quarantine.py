@@ -121,8 +121,8 @@ def test_windows_and_offers_of_the_dead_end_with_it(registry: Registry, pool: Po
     pool.grant(other, 2, 2)
     pool.open_window(dead, 2)
     pool.commit()
-    pool.offers.make(dead, pool.ledger.held_by(dead.number)[:1], other.number)
-    pool.offers.make(other, pool.ledger.held_by(other.number), dead.number)
+    pool.offers.make(dead, pool.ledger.held_by(dead.number)[:1], other.number, 100)
+    pool.offers.make(other, pool.ledger.held_by(other.number), dead.number, 101)
     die(registry, leases, now=100.0)
     assert pool.offers.accept(other, 9) is None
     assert pool.windows() == {}
@@ -160,7 +160,7 @@ def test_nothing_can_be_offered_to_the_dead(registry: Registry, pool: Pool, leas
     pool.commit()
     die(registry, leases, now=100.0, ended=False)
     with pytest.raises(InvalidSlots, match="is no other session"):
-        pool.offers.make(other, pool.ledger.held_by(other.number), dead.number)
+        pool.offers.make(other, pool.ledger.held_by(other.number), dead.number, 102)
 
 
 def test_the_audit_counts_them_as_quarantined(registry: Registry, pool: Pool, leases: TestLeases) -> None:

@@ -42,9 +42,9 @@ def told(pool: Pool) -> dict[str, Any]:
     """All that a pool says that is durable."""
     told_of = ("row", "name", "pid", "rank", "limit", "guarantee", "applied", "window", "held", "offered")
     sessions = {s.number: [s.lease.name, *(getattr(s, word) for word in told_of)] for s in pool.sessions.values()}
-    offered: dict[tuple[int, int], set[int]] = {}
+    offered: dict[tuple[int, int], list[set[int]]] = {}
     for offer in pool.offers:
-        offered.setdefault((offer.giver.number, offer.receiver), set()).update(offer.ids.tolist())
+        offered.setdefault((offer.giver.number, offer.receiver), []).append(set(offer.ids.tolist()))
     return {
         "free": pool.ledger.free_slots().tolist(),
         "held": {number: pool.ledger.held_by(number).tolist() for number in pool.sessions},

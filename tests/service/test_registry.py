@@ -125,6 +125,43 @@ def test_a_pool_that_ended_can_be_made_anew_with_another_size(registry: Registry
     assert attach(registry, wants("a", pool="mine", create_slots=6)).pool.slots == 6
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"guarantee": 9},
+        {"lease": lease_name("nobody's")},
+        {"slots": 4},
+    ],
+    ids=["guarantee", "lease", "expectation"],
+)
+def test_a_refused_session_leaves_neither_the_pool_nor_the_lease_that_it_came_with(
+    registry: Registry, leases: TestLeases, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    leases.dead.add(lease_name("nobody's"))
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    fields = {**hello_map(lease_name("a"), pool="made", create_slots=8), **changes}
+    with pytest.raises((GuaranteeExceeded, ProtocolError, GeometryMismatch)):
+        attach(registry, AttachRequest.from_wire(fields))
+    assert set(registry.pools) == {"default"}
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+    assert not leases.open_names
+    made = attach(registry, wants(pool="made", create_slots=16))
+    assert made.pool.slots == 16
+
+
+def test_a_group_that_cannot_have_its_page_leaves_no_pool(
+    registry: Registry, leases: TestLeases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_arguments: object) -> None:
+        raise RuntimeDirError("no space left")
+
+    monkeypatch.setattr("mambapool.service.registry.new_group", full)
+    with pytest.raises(RuntimeDirError):
+        attach(registry, wants(pool="made", create_slots=8, group="engine", rank=0, world_size=2))
+    assert set(registry.pools) == {"default"}
+    assert not leases.open_names
+
+
 def test_an_unknown_pool_is_refused_with_the_names_of_those_that_are_served(states: Registry) -> None:
     with pytest.raises(UnknownPool, match="there is no pool 'mine'; pools here: bare, default"):
         attach(states, wants(pool="mine"))

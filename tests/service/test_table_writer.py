@@ -208,7 +208,7 @@ def free_and_grant(pool: Pool, session: Session, count: int) -> None:
 
 
 def offer(pool: Pool, session: Session, count: int) -> None:
-    pool.offers.make(session, pool.ledger.held_by(session.number)[:count], 2)
+    pool.offers.make(session, pool.ledger.held_by(session.number)[:count], 2, 8)
 
 
 def accept(pool: Pool, _session: Session, _count: int) -> None:

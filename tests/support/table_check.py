@@ -36,6 +36,7 @@ def check_table(path: Path, pool: dict[str, Any]) -> None:
     owners, _, generations, orders, offered = (
         words[layout.field(field) :][: layout.slots + 1].copy() for field in range(st.ROW_FIELDS)
     )
+    offered &= np.uint64(st.RECEIVER_BITS)
     assert layout.slots == pool["slots"]
     assert table.items[st.H_SEQ] == table.items[st.H_DONE], "in the middle of a change"
     assert owners[0] == generations[0] == 0, "the reserved row was handed out"
