@@ -22,7 +22,7 @@ def path(tmp_path: Path) -> Path:
     """A table as ``docs/protocol.md`` describes it: 5 slots, 2 sessions; 2 and 4 are held, 4 is offered."""
     table = np.zeros(4096, "<u8")
     table[:1] = np.frombuffer(b"MAMBPOOL", "<u8")
-    table[1] = 2
+    table[1] = 3
     table[2:4] = np.frombuffer(UUID, "<u8")
     table[4:6] = SLOTS, MAX_SESSIONS
     table[8] = 77
@@ -32,9 +32,10 @@ def path(tmp_path: Path) -> Path:
     table[second + 3] = 12
     rows = 512 + 24 * MAX_SESSIONS
     table[rows : rows + 6] = 0, 0, 31 << 8 | 1, 0, 31 << 8 | 1, 0
+    table[rows + 6 :][:6] = 0, 0, 6, 0, 8, 0
     table[rows + 2 * 6 :][:6] = 0, 1, 2, 3, 4, 5
     table[rows + 3 * 6 :][:6] = 0, 40, 3, 10, 4, 25
-    table[rows + 4 * 6 :][:6] = 0, 0, 0, 0, 32, 0
+    table[rows + 4 * 6 :][:6] = 0, 0, 0, 0, 7 << 32 | 32, 0
     path = tmp_path / "default.table"
     table[: SIZE_BYTES // 8].tofile(path)
     return path
@@ -85,6 +86,7 @@ def test_a_table_is_read_as_it_is_documented(reader: SlotTableReader) -> None:
     assert [reader.holder_of(slot) for slot in range(6)] == [0, 0, 31, 0, 31, 0]
     assert [reader.offered_to(slot) for slot in range(6)] == [0, 0, 0, 0, 32, 0]
     assert [reader.generation_of(slot) for slot in range(6)] == [0, 1, 2, 3, 4, 5]
+    assert [reader.request_of(slot) for slot in range(6)] == [0, 0, 6, 0, 8, 0]
     assert [reader.session_number(row) for row in range(2)] == [0, 31]
     assert reader.items[reader.layout.field(st.OWNER) + 2] == owner_word(31)
 
@@ -125,7 +127,7 @@ def truncate(size: int) -> Callable[[Path], object]:
     ("change", "kind", "says"),
     [
         (spoil(0, 0), ProtocolError, "is no slot table"),
-        (spoil(1, 1), VersionMismatch, "has layout version 1, this process reads 2"),
+        (spoil(1, 1), VersionMismatch, "has layout version 1, this process reads 3"),
         (spoil(2, 0), ProtocolError, "is another pool's slot table"),
         (spoil(4, 6000), ProtocolError, "has 16384 bytes, its header says"),
         (spoil(5, 2**60), ProtocolError, "has 16384 bytes, its header says"),
