@@ -220,15 +220,23 @@ class Pool:
 
     def check_guarantee(self, guarantee: int) -> None:
         """Refuse a guarantee that the sum of all would not leave room for, whoever frees what."""
-        # One in quarantine keeps its slots for a moment, and promises nothing.
-        granted = {s.number: s for s in self.sessions.values() if s.guarantee and s.dead_since is None}
-        promised = sum(session.guarantee for session in granted.values())
+        granted = self._guaranteed()
+        promised = sum(session.guarantee for session in granted)
         if guarantee and promised + guarantee > self.slots:
-            who = ", ".join(f"{s.name} (session {s.number}) {s.guarantee}" for s in granted.values()) or "nobody"
+            who = ", ".join(f"{s.name} (session {s.number}) {s.guarantee}" for s in granted) or "nobody"
             raise GuaranteeExceeded(
                 f"a guarantee of {guarantee} is not to be had: pool {self.name} has {self.slots} slots, "
                 f"guaranteed are {promised}: {who}"
             )
+
+    @property
+    def not_promised(self) -> int:
+        """How many slots there are besides all guarantees; looks at every session."""
+        return self.slots - sum(session.guarantee for session in self._guaranteed())
+
+    def _guaranteed(self) -> list[Session]:
+        # One in quarantine keeps its slots for a moment, and promises nothing.
+        return [s for s in self.sessions.values() if s.guarantee and s.dead_since is None]
 
     def guaranteed_ids(self, session: Session) -> Ids:
         """The slots of a session's guarantee, in the order of the list they came from."""

@@ -119,6 +119,9 @@ class Requests:
             # Not waited for: everybody else would wait behind it, until this client itself frees something.
             # Without a limit of its own it waits: then there are not so many for anybody else either.
             return self._replies.granted(request_id, None)
+        if count > pool.not_promised:
+            # As little: guarantees are kept until their engines end.
+            return self._replies.granted(request_id, None)
         pool.waiting.add(Waiter(session, request_id, protocol.ALLOC, count))
         pool.table.set_waiting(pool.waiting.slots)
         return None

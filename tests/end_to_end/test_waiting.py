@@ -266,6 +266,23 @@ def test_a_wait_at_the_sessions_limit_is_none_and_in_nobodys_way(pool: FreshPool
     assert waiting.error is None
 
 
+def test_a_wait_for_what_others_are_guaranteed_is_none_and_in_nobodys_way(pool: FreshPool) -> None:
+    """Guarantees are kept for as long as their engines live: everybody else would wait behind it."""
+    guaranteed, small, large = pool.connect(guarantee=10), pool.allocator(), pool.allocator()
+    began = time.monotonic()
+    assert large.alloc(7, timeout=LONG_S) is None
+    assert time.monotonic() - began < LONG_S / 2
+    held = small.alloc(4)
+    assert held is not None
+    waiting = Waiting(large, 6)
+    waits(pool, 6)
+    small.free(held)
+    assert len(waiting.granted()) == 6
+    large.clear()
+    guaranteed.close()
+    assert len(ids(large.alloc(16, timeout=RECLAIM_S))) == 16
+
+
 def test_a_grant_to_the_waiting_survives_a_closed_neighbour(pool: FreshPool, holder: SlotAllocator) -> None:
     """The one in front goes away in the very step in which the slots for both come back."""
     front, behind = pool.connect(), pool.connect()

@@ -67,6 +67,8 @@ class SoakClient:
             self.clear()
         if self.guarantee:
             self.check_local_count()
+        if self.chance.random() < 0.05:
+            self.compare()
 
     def ask(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """A call that nothing excuses from succeeding."""
@@ -175,6 +177,22 @@ class SoakClient:
             self.take(self.allocator.alloc(self.chance.randint(1, 8), timeout=self.chance.random() * 0.05))
         except AllocatorUnavailable:
             pass
+
+    def compare(self) -> None:
+        """When all is applied, allocator and client say the same of who holds what; what only one knows is lost."""
+        self.ask(self.allocator.alloc_group_end)
+        self.ask(self.worker._transport.settle)
+        table, mine = self.table, self.worker.session
+        held = {
+            slot
+            for slot in range(1, table.layout.slots + 1)
+            if table.holder_of(slot) == mine and not table.offered_to(slot) and table.request_of(slot) != 1
+        }
+        known = {slot for slot in self.allocator.held() if table.request_of(slot) != 1}
+        if wrong := (held ^ known) - self.offers.keys():
+            tell(
+                wrong=f"slots {sorted(wrong)}: the allocator has {sorted(held)} as held, the client {sorted(known)}"
+            )
 
     def nothing(self) -> None:
         pass

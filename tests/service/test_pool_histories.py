@@ -265,7 +265,10 @@ class PoolHistory(RuleBasedStateMachine):
     def _never(self, session: Attached, count: int) -> bool:
         """Whether a request is not waited for: its session's own limit is in its way."""
         held = len(self.model.held_by(session.number))
-        return count > session.limit or held + count > session.limit < self.model.slots
+        promised = sum(other.guarantee for other in self.sessions)
+        return count > self.model.slots - promised or (
+            count > session.limit or held + count > session.limit < self.model.slots
+        )
 
     def _answered(
         self, session: Attached, request_id: int, body: bytes, reply: bytes | None, granted: list[int] | None
