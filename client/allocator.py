@@ -169,6 +169,7 @@ class SlotAllocator(SlotMessages):
     def held(self) -> list[int]:
         """What this client holds and may free, ascending; its window's unused slots are not among it."""
         with self._lock:
+            self._see_ended_offers()
             return self._record.held()
 
     def disable(self, reason: MambaPoolError) -> None:
@@ -228,6 +229,10 @@ class SlotAllocator(SlotMessages):
     def offer_later(self, slots: torch.Tensor, receiver: int) -> None:
         """Offer slots to another session without waiting; only if :attr:`offers_later`."""
         raise NotImplementedError
+
+    def _see_ended_offers(self) -> None:
+        """Under the lock: what was on offer to somebody who has ended is plainly held."""
+        self._record.take_back_ended()
 
     def _largest_id(self) -> int:
         return self.size

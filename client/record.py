@@ -93,18 +93,18 @@ class Record:
             self._view[slots] = mark
 
     def _refuse_unless_back(self, slots: list[int]) -> None:
-        """An offer ends when its receiver does: then its slots are plainly ours again, the table says."""
-        self._forget_accepted()
-        for slot in slots:
-            # In this order: who accepts is written as the holder before the offer ends.
-            if (
-                self.marks[slot] == OFFERED
-                and not self._table.offered_to(slot)
-                and self._table.holder_of(slot) == self.session
-            ):
-                self.marks[slot] = HELD
+        self.take_back_ended()
         if any(self.marks[slot] != HELD for slot in slots):
             self.refuse(slots)
+
+    def take_back_ended(self) -> None:
+        """An offer ends when its receiver does: then its slots are plainly ours again, the table says."""
+        self._forget_accepted()
+        if OFFERED in self.marks:
+            for slot in np.flatnonzero(self._view == OFFERED).tolist():
+                # In this order: who accepts is written as the holder before the offer ends.
+                if not self._table.offered_to(slot) and self._table.holder_of(slot) == self.session:
+                    self.marks[slot] = HELD
 
     def end_offer(self, slots: list[int]) -> bool:
         """An offer of these was refused: those that are still the caller's are plainly so; whether there are any."""

@@ -150,6 +150,22 @@ def test_a_receiver_that_dies_leaves_the_offer_plainly_the_givers(
     wait_until(lambda: pool.available == 15, "all freed ones are free")
 
 
+def test_slots_whose_offer_ended_with_its_receiver_are_held_and_cleared_as_before(
+    pool: FreshPool, giver: Worker, receiver: Worker
+) -> None:
+    guaranteed = pool.connect(guarantee=3)
+    giver.transfer(torch.tensor([1, 2, 3]), to=guaranteed.session)
+    granted = ids(guaranteed.accept())
+    assert granted == [1, 2, 3]
+    guaranteed.transfer(torch.tensor([2, 3]), to=receiver.session)
+    assert guaranteed.allocator.held() == [1]
+    receiver.close()
+    assert guaranteed.allocator.held() == [1, 2, 3]
+    guaranteed.allocator.clear()
+    wait_until(lambda: pool.available == 12, "only the guarantee and the giver's last one are held")
+    assert pool.held_by(giver) == {4}
+
+
 def test_a_giver_that_clears_ends_its_offers(pool: FreshPool, giver: Worker, receiver: Worker) -> None:
     giver.transfer(torch.tensor([2, 3]), to=receiver.session)
     giver.allocator.clear()
