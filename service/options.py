@@ -22,6 +22,9 @@ else:
 #: ZeroMQ takes waits as milliseconds in 32 bits: 24 days.
 MAX_DURATION_S = 2**31 // 1000
 
+#: No memory has more bytes; Python reads no number of more than 4,300 digits.
+_MOST_SIZE_DIGITS = 20
+
 _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _UNITS_BYTES = {"": 1, "B": 1} | {
     f"{letter}{ending}": base**power
@@ -48,6 +51,8 @@ def parse_size(text: str) -> int:
         raise ConfigError(
             f"{text!r} is not a size: expected a number and KiB, MiB, GiB, TiB (1024ⁿ) or KB, MB, GB, TB (1000ⁿ)"
         )
+    if len(match[1]) > _MOST_SIZE_DIGITS:
+        raise ConfigError(f"a size of {len(match[1])} digits is too large: {_MOST_SIZE_DIGITS} at most")
     return int(Fraction(match[1]) * _UNITS_BYTES[match[2]])
 
 

@@ -11,6 +11,9 @@ from mambapool.service.commands.common import running_daemon
 from mambapool.service.commands.manual import Command
 from mambapool.service.options import DURATION, dir_option, json_option, option
 
+#: Below ``protocol.MAX_NUMBER``, which is written out here: importing it imports numpy, for every ``--help``.
+SESSION = click.IntRange(1, 2**63 - 1)
+
 
 @click.command(
     cls=Command,
@@ -24,7 +27,7 @@ from mambapool.service.options import DURATION, dir_option, json_option, option
         EXIT_NOT_REACHABLE: "no daemon is ready there, or it does not answer",
     },
 )
-@click.argument("holder", type=int)
+@click.argument("holder", type=SESSION)
 @click.option("--force", is_flag=True, help="Evict it although its process lives and may still write.")
 @dir_option
 @json_option

@@ -38,10 +38,13 @@ RIGHT = {
     "audit": "--dir {daemon}",
 }
 
-NUMBERS = ("abc", "1.5", "", "1e3", "0x10", "９９x", "1 2", "--json", "-1", "9" * 30)
+NUMBERS = (
+    *("abc", "1.5", "", "1e3", "0x10", "９９x", "1 2", "--json", "-1"),
+    *(str(2**63), str(2**64), "9" * 30, "9" * 5000),  # no int64, no uint64, nothing that Python reads as a number
+)
 POSITIVE_FLOATS = ("abc", "", "nan", "inf", "-1", "0", "1,5")
-DURATIONS = ("5", "-1s", "soon", "", "1.s", "9" * 30 + "h", "nan s")
-SIZES = ("20Gib", "-1GiB", "", "much", "1e9", "nan")
+DURATIONS = ("5", "-1s", "soon", "", "1.s", "9" * 30 + "h", "9" * 5000 + "s", "nan s")
+SIZES = ("20Gib", "-1GiB", "", "much", "1e9", "nan", "9" * 5000, "9" * 5000 + "GiB")
 FILES = (
     *("{}/missing", "{}/folder", "{}/binary", "{}/empty", "{}/config.json/x", "{}/loop", "{}/deep", "{}/list"),
     *("{}/" + "n" * 300, "n/" * 2500, "a\0b", "\udcff\udcfe", "/dev/null", ""),
@@ -107,8 +110,8 @@ def mistakes(names: tuple[str, ...]) -> list[Mistake]:
 def _of_argument(names: tuple[str, ...], argument: click.Argument) -> list[Mistake]:
     rest = RIGHT.get(names[0], "").split()[1:]
     found = [Mistake([*names, *rest])]
-    if argument.type is click.INT:
-        return found + [Mistake([*names, *rest, value]) for value in NUMBERS if value != "9" * 30]
+    if isinstance(argument.type, type(click.INT)):
+        return found + [Mistake([*names, *rest, value]) for value in NUMBERS]
     if isinstance(argument.type, click.Choice):
         return found + [Mistake([*names, *rest, value]) for value in ("tcsh", "", "BASH", "bash zsh")]
     # No shell can pass a NUL, and click looks at a path's file by itself.
@@ -123,7 +126,7 @@ def _of_option(right: list[str], option: click.Option) -> list[Mistake]:
     found = [Mistake([*right, flag])]
     values, statuses = _bad_values(right, option)
     found += [Mistake([*right, flag, value], statuses) for value in values]
-    if option.type is click.INT and isinstance(option.envvar, str) and flag not in right:
+    if isinstance(option.type, type(click.INT)) and isinstance(option.envvar, str) and flag not in right:
         found.append(Mistake(right, statuses, {option.envvar: "many"}))
     return found
 
