@@ -10,12 +10,11 @@ _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
-    stat.S_IFDIR: "a directory",
     stat.S_IFSOCK: "a socket",
 }
 
 
-def open_regular(path: str | os.PathLike[str], flags: int, *, follow: bool = False) -> int:
+def open_regular(path: str | os.PathLike[str], flags: int, *, follow: bool = False, mode: int = 0o600) -> int:
     """Open a regular file without ever waiting; :class:`OSError`, whose ``strerror`` says what else it is.
 
     What a file of the runtime directory is called is ours to say: no link is followed there. What a user names may
@@ -23,17 +22,19 @@ def open_regular(path: str | os.PathLike[str], flags: int, *, follow: bool = Fal
     """
     flags |= os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     try:
-        fd = os.open(path, flags, 0o600)
+        fd = os.open(path, flags, mode)
     except OSError as error:
         if error.errno == errno.ELOOP and os.path.islink(path) and not follow:
             raise _not_regular(path, "a symbolic link") from error
         if error.errno == errno.ENXIO:  # what the kernel says of a socket: open(2)
             raise _not_regular(path, "a socket, or has nobody at its other end") from error
         raise
-    mode = os.fstat(fd).st_mode
-    if not stat.S_ISREG(mode):
+    found = os.fstat(fd).st_mode
+    if not stat.S_ISREG(found):
         os.close(fd)
-        raise _not_regular(path, _KINDS.get(stat.S_IFMT(mode), "something else"))
+        if stat.S_ISDIR(found):  # as open(2) says where it is opened for writing
+            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+        raise _not_regular(path, _KINDS.get(stat.S_IFMT(found), "something else"))
     return fd
 
 

@@ -6,6 +6,7 @@ matplotlib is an extra (``mambapool[plot]``), and imported only here.
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from mambapool.client.replay.result import SchedulerResult
 from mambapool.client.replay.summary import ReplaySummary
 from mambapool.client.replay.usage import HeldTimeline
 from mambapool.pool.errors import ConfigError
+from mambapool.pool.regular_files import open_regular
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,7 +47,8 @@ def check_plot(path: Path) -> None:
     if path.is_dir():
         raise ConfigError(f"--plot {path} is a directory")
     try:
-        path.open("ab").close()
+        # A FIFO would be waited for, here and at the end.
+        os.close(open_regular(path, os.O_WRONLY | os.O_CREAT, follow=True, mode=0o666))
     except OSError as error:
         raise ConfigError(f"--plot {path} cannot be written: {error.strerror}") from error
 

@@ -47,7 +47,8 @@ DURATIONS = ("5", "-1s", "soon", "", "1.s", "9" * 30 + "h", "9" * 5000 + "s", "n
 SIZES = ("20Gib", "-1GiB", "", "much", "1e9", "nan", "9" * 5000, "9" * 5000 + "GiB")
 FILES = (
     *("{}/missing", "{}/folder", "{}/binary", "{}/empty", "{}/config.json/x", "{}/loop", "{}/deep", "{}/list"),
-    *("{}/" + "n" * 300, "n/" * 2500, "a\0b", "\udcff\udcfe", "/dev/null", ""),
+    *("{}/" + "n" * 300, "n/" * 2500, "a\0b", "\udcff\udcfe", ""),
+    *("/dev/null", "/dev/zero", "{}/fifo", "{}/fifo.csv", "{}/endless", "{}/endless.jsonl"),
 )
 DIRECTORIES = (
     *("", "{}/config.json", "{}/config.json/x", "{}/open", "{}/loop", "{}/" + "long" * 25, "n/" * 2500),
@@ -66,7 +67,7 @@ TEXTS = {
         "a\0=float32:1x2",
     ),
     "--route": ("best", "", "RR"),
-    "--plot": ("picture", "x.gif", "", "{}/none/x.png", "{}/folder", "{}/folder.png"),
+    "--plot": ("picture", "x.gif", "", "{}/none/x.png", "{}/folder", "{}/folder.png", "{}/fifo.png"),
 }
 
 
@@ -140,7 +141,7 @@ def _bad_values(right: list[str], option: click.Option) -> tuple[tuple[str, ...]
     if flag in TEXTS:
         return TEXTS[flag], (USAGE,)
     if flag == "--config":  # one that says nothing may be
-        return tuple(file for file in FILES if file not in ("{}/empty", "/dev/null")), (USAGE,)
+        return tuple(file for file in FILES if file != "{}/empty"), (USAGE,)
     if flag == "--model":
         return FILES, (USAGE,)
     if kind is DURATION:
@@ -158,11 +159,14 @@ def _bad_values(right: list[str], option: click.Option) -> tuple[tuple[str, ...]
 
 #: Runs command lines, each as ``python -m mambapool.service`` does, in one process; says what would have been started.
 RUN = """
-import contextlib, io, json, os, sys, traceback
+import contextlib, io, json, os, resource, sys, traceback
 from mambapool.pool import keeper
 from mambapool.pool.runtime_dir import RuntimeDir
 from mambapool.service import serve, server
 from mambapool.service.cli import main
+
+# What reads a file that has no end fails, and takes no machine with it.
+resource.setrlimit(resource.RLIMIT_DATA, (2 * 2**30, resource.RLIM_INFINITY))
 
 def start(config, *_):
     RuntimeDir.for_server(config.dir)
@@ -211,6 +215,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "deep").write_text("[" * 10_000)
     (place / "list").write_text('[1, {"a": "b"}]')
     (place / "loop").symlink_to(place / "loop")
+    for name in ("fifo", "fifo.csv", "fifo.png"):
+        os.mkfifo(place / name)
+    for name in ("endless", "endless.jsonl"):
+        (place / name).touch()
+        os.truncate(place / name, 2**40)  # takes no room
     (place / "folder").mkdir()
     (place / "folder.png").mkdir()
     (place / "open").mkdir()
