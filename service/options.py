@@ -23,7 +23,7 @@ else:
 MAX_DURATION_S = 2**31 // 1000
 
 #: No memory has more bytes; Python reads no number of more than 4,300 digits.
-_MOST_SIZE_DIGITS = 20
+_MOST_SIZE_DIGITS = 1000
 
 _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _UNITS_BYTES = {"": 1, "B": 1} | {
@@ -41,6 +41,14 @@ def parse_duration(text: str) -> float:
     seconds = float(match[1]) * _UNITS_S[match[2]]
     if seconds > MAX_DURATION_S:
         raise ConfigError(f"{text!r} is too long: {MAX_DURATION_S}s at most")
+    return seconds
+
+
+def parse_timeout(text: str) -> float:
+    """A duration in which something can answer: ZeroMQ counts in milliseconds."""
+    seconds = parse_duration(text)
+    if seconds < 0.001:
+        raise ConfigError(f"{text!r} is too short to wait for an answer: 1ms at least")
     return seconds
 
 
@@ -73,6 +81,7 @@ class _Parsed(_ParamType):
 
 
 DURATION = _Parsed("duration", parse_duration)
+TIMEOUT = _Parsed("duration", parse_timeout)
 SIZE = _Parsed("size", parse_size)
 
 
@@ -117,6 +126,9 @@ quarantine_option = option(
     type=DURATION,
     metavar="T",
     help="Keep a dead process's slots on a GPU back for so long, and until it has ended.  [default: 1s]",
+)
+timeout_option = option(
+    "--timeout", type=TIMEOUT, default="2s", show_default=True, metavar="T", help="Wait so long for it."
 )
 json_option = option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from daemons import SMALL_STATE, Daemon, start_daemon
 
 from mambapool.service.cli import command_line
-from mambapool.service.options import DURATION, SIZE
+from mambapool.service.options import DURATION, SIZE, TIMEOUT
 
 USAGE, FAILED, NOT_REACHABLE = 2, 1, 4
 
@@ -146,6 +146,8 @@ def _bad_values(right: list[str], option: click.Option) -> tuple[tuple[str, ...]
         return FILES, (USAGE,)
     if kind is DURATION:
         return DURATIONS, (USAGE,)
+    if kind is TIMEOUT:
+        return (*DURATIONS, "0s", "0ms", "0.5ms", "0.0000001s"), (USAGE,)
     if kind is SIZE:
         return SIZES, (USAGE,)
     if isinstance(kind, click.Choice):
@@ -266,6 +268,19 @@ def test_the_doctor_finds_a_bad_directory_as_it_does_anything_else(directory: st
     result = CliRunner().invoke(command_line, ["doctor", "--json", "--dir", directory.replace("{}", str(place))])
     (found,) = [finding for finding in json.loads(result.stdout) if finding["what"] == "runtime directory"]
     assert (result.exit_code, found["state"], found["todo"]) == (FAILED, "bad", "name another with --dir")
+
+
+def test_every_flag_but_one_has_an_environment_variable_as_the_help_says() -> None:
+    without = [
+        f"{' '.join(names)} {parameter.opts[0]}"
+        for names, command in COMMANDS.items()
+        for parameter in command.params
+        if isinstance(parameter, click.Option) and parameter.envvar is None
+    ]
+    assert without == ["evict --force"]
+    assert "Every flag but `evict --force` has" in " ".join(
+        CliRunner().invoke(command_line, ["--help"]).output.split()
+    )
 
 
 def test_a_group_without_a_command_shows_its_help() -> None:
