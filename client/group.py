@@ -92,6 +92,10 @@ class Group:
                 self.fences.retry()
         return number
 
+    def leave(self, reason: MambaPoolError) -> None:
+        """This rank makes no call any more; one that waits raises ``reason`` when the page says that it has ended."""
+        self._fault = reason
+
     def compare(self) -> None:
         """Compare this rank's calls with rank 0's, as far as both have come."""
         page, rank = self.page, self.rank

@@ -13,7 +13,7 @@ from mambapool.client.allocator import SlotAllocator
 from mambapool.client.group import Group
 from mambapool.client.group_answers import Following, Leading
 from mambapool.client.transport import Transport
-from mambapool.pool.errors import PoolLost
+from mambapool.pool.errors import MambaPoolError, PoolLost
 from mambapool.pool.group_calls import ALLOC, FREE, call_word, digest
 from mambapool.pool.index_tensors import slot_ids
 from mambapool.pool.slot_table import H_LOST
@@ -68,6 +68,11 @@ class GroupCalls(SlotAllocator):
             self._group.begin(FREE_ONE | slots[0] if len(slots) == 1 else free_word(slots))
             with self._lock:
                 self._take_back(slots)
+
+    def disable(self, reason: MambaPoolError) -> None:
+        """Every later call raises ``reason``, and the one that waits for another rank."""
+        super().disable(reason)
+        self._group.leave(reason)
 
     def offer(self, slots: list[int]) -> None:
         with self._lock:
