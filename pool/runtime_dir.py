@@ -6,6 +6,7 @@ lock files, slot tables, ``ready``. Its owner's uid is the boundary; nothing in 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -100,6 +101,10 @@ class RuntimeDir:
         except PermissionError:
             self.check_owner()
             raise
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                check_socket_path(self.allocator_socket)
+            raise
 
     def check_owner(self) -> None:
         """Refuse a directory that is not ours alone: who may write here could stand in for a daemon."""
@@ -182,7 +187,7 @@ def check_socket_path(path: Path) -> str:
     try:
         str(path).encode()
     except UnicodeEncodeError:
-        raise RuntimeDirError(f"{os.fsencode(path)!r} is not UTF-8; name another directory with --dir") from None
+        raise RuntimeDirError(f"{str(path)!a} is not UTF-8; name another directory with --dir") from None
     if "\0" in str(path):
         raise RuntimeDirError(f"{str(path)!r} has a NUL in it; name another directory with --dir")
     size = len(os.fsencode(path))
