@@ -98,6 +98,14 @@ class GroupCalls(SlotAllocator):
     def is_over(self, event: Event) -> bool:
         return self._group.fences is None or self._group.fences.is_event_over(event)
 
+    def meet(self) -> None:
+        """Wait until every rank has come as far as this one, as an engine's ranks do in an all-reduce; no call itself.
+
+        :class:`~mambapool.pool.errors.GroupBroken` when one has ended, or does not come within the timeout.
+        """
+        with self.in_turn():
+            self._group.meet()
+
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:
         """One call at a time, of a client that is neither closed nor forked."""

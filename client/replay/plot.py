@@ -93,11 +93,11 @@ def _draw_occupancy(
         names[number] += f": {trace if len(trace) <= 30 else trace[:27] + '…'}"
     colours = [COLOURS[number % len(COLOURS)] for number in range(len(results))]
     axes.stackplot(minutes, *means, step="post", labels=names, colors=colours, linewidth=0)
-    most = summary.peak_held
+    most: float = max(summary.peak_held, float(np.sum(means, axis=0).max()))
     # Each label at a place of its own along the axis: levels may be close to one another.
-    if not summary.waits:
+    if summary.in_step:
         _mark(axes, summary.peak_held, 1.0, f"peak of all together: {summary.peak_held}")
-        if summary.partitioned_need > summary.peak_held:
+        if summary.partitioned_need is not None and summary.partitioned_need > summary.peak_held:
             most = summary.partitioned_need
             _mark(axes, most, 0.76, f"equal parts, one per scheduler: {summary.partitioned_need}")
     if summary.slots <= 1.5 * most:
