@@ -106,6 +106,21 @@ def test_schedulers_may_be_groups_of_ranks_that_wait_for_slots_alike(daemon_fact
     assert (pool["free"], pool["holders"]) == (8, [])
 
 
+@pytest.mark.heavy
+def test_equal_replays_of_groups_find_equal_figures_on_a_pool_that_is_just_large_enough(
+    daemon_factory: DaemonFactory,
+) -> None:
+    """The ranks of a scheduler go in step: what lies in limbo is what an engine's would have there."""
+    daemon = daemon_factory(slots=124, states=SMALL_STATE, options=("--tp-size", "2"))
+    runs = [run_replay(options_for(daemon, limit=200, tp_size=2), unwatched) for _ in range(3)]
+    found = [
+        (run.waits, run.steps, run.peak_held, run.mean_held, run.partitioned_need, run.partitioned_sum)
+        for run in runs
+    ]
+    assert found[0] == found[1] == found[2]
+    assert (runs[0].waits, runs[0].in_step, runs[0].partitioned_sum) == (0, True, 123)
+
+
 def test_a_group_with_a_guarantee_sends_no_message(daemon_factory: DaemonFactory) -> None:
     daemon = daemon_factory(slots=90, states=SMALL_STATE, options=("--tp-size", "2"))
     summary = run_replay(options_for(daemon, schedulers=1, limit=30, tp_size=2, guarantee=80), unwatched)
