@@ -12,7 +12,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, Self
 
+from mambapool.client.arguments import check_session, check_timeout
 from mambapool.client.connecting import connect
+from mambapool.client.connection import CLOSED
 from mambapool.client.in_thread import in_thread
 from mambapool.client.worker import Worker
 from mambapool.pool.errors import ClientClosed
@@ -102,10 +104,11 @@ class AsyncWorker:
 
     async def transfer(self, slots: torch.Tensor, to: int) -> None:
         """As :meth:`Worker.transfer`. Cancelled, the offer may have been made or not: the slot table knows."""
-        await self._transfers.offer(slots, to)
+        await self._transfers.offer(slots, check_session(to))
 
     async def accept(self, timeout: float = 0.0) -> torch.Tensor | None:
         """As :meth:`Worker.accept`. What a cancelled one was given, the next one returns."""
+        check_timeout(timeout)
         return await self._transfers.accept(timeout)
 
     async def close(self) -> None:
@@ -117,7 +120,7 @@ class AsyncWorker:
             return
         self._calls.check_loop()
         self._closed = True
-        self._calls.close(ClientClosed("this client was closed: connect again"))
+        self._calls.close(ClientClosed(CLOSED))
         await in_thread(self._worker.close)
 
     async def __aenter__(self) -> Self:

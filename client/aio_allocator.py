@@ -11,6 +11,7 @@ from typing import Any, SupportsIndex
 import torch
 
 from mambapool.client.allocator import SlotAllocator
+from mambapool.client.arguments import check_timeout
 from mambapool.client.forms import tagged, whole_number
 from mambapool.client.guaranteed import GuaranteedAllocator
 from mambapool.client.loop_calls import LoopCalls
@@ -67,6 +68,8 @@ class AsyncSlotAllocator:
         if need_size == 1 and (one := steps._next_of_window()) is not None:
             return one
         count = whole_number(need_size)
+        if timeout is not None:
+            check_timeout(timeout)
         steps._check_usable()
         if count == 0:
             return steps._tensors.copy_of([])
@@ -171,6 +174,8 @@ class AsyncGuaranteedAllocator(AsyncSlotAllocator):
     ) -> torch.Tensor | None:
         """``need_size`` slots, or None: not so many are free, within ``timeout`` seconds."""
         self._calls.check_loop()
+        if timeout is not None:
+            check_timeout(timeout)
         deadline = time.monotonic() + (timeout or 0.0)
         while True:
             slots = self._steps.alloc(need_size, tag=tag)

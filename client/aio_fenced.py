@@ -8,6 +8,7 @@ from typing import Any, SupportsIndex
 import torch
 
 from mambapool.client.aio_allocator import AsyncSlotAllocator
+from mambapool.client.arguments import check_timeout
 from mambapool.client.fenced_allocator import FencedAllocator, Found
 from mambapool.client.forms import tagged, whole_number
 from mambapool.pool import protocol
@@ -28,6 +29,8 @@ class AsyncFencedAllocator(AsyncSlotAllocator):
         """``need_size`` slots, or None: neither the pool nor this client's limbo has them, within ``timeout``."""
         steps = self._steps
         self._calls.check_loop()
+        if timeout is not None:
+            check_timeout(timeout)
         steps._catch_up()
         before = steps._posted.last
         slots = await super().alloc(need_size, None, tag)

@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mambapool.client.arguments import check_name, check_number, check_optional_number, check_timeout
 from mambapool.client.transport import Transport
 from mambapool.client.worker import CLOSE_S, Worker
 from mambapool.pool import protocol
 from mambapool.pool.errors import AllocatorUnavailable, ConfigError, GeometryMismatch
 from mambapool.pool.group_page import MAX_WORLD_SIZE, check_group_name
-from mambapool.pool.runtime_dir import RuntimeDir, candidates, check_pool_name
+from mambapool.pool.layout import MAX_SLOTS
+from mambapool.pool.runtime_dir import RuntimeDir, candidates, check_pool_name, check_socket_path
 from mambapool.pool.slot_table import owner_word
 
 if TYPE_CHECKING:
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 
 #: How often connect() looks whether a daemon has come up.
 _LOOK_S = 0.02
+
+# Of a script's name, in that of a session: the pid has to fit in, too.
+_SCRIPT_BYTES = 100
 
 
 def connect(
@@ -70,25 +75,27 @@ def connect(
     _require_torch()
     check_pool_name(pool)
     _check_device(device)
+    check_timeout(timeout)
     if not 0 < timeout < math.inf:
         raise ValueError(f"timeout must be a number of seconds above 0, not {timeout!r}")
-    _check_rank(rank, world_size, group)
-    deadline = time.monotonic() + timeout
-    directory = _find_daemon(dir, deadline, timeout)
+    rank, world_size = _check_rank(rank, world_size, group)
     hello: dict[str, Any] = {
         "versions": [protocol.OLDEST_VERSION, protocol.NEWEST_VERSION],
         "pool": pool,
-        "name": name if name is not None else f"{Path(sys.argv[0]).name or 'python'}-{os.getpid()}",
+        "name": check_name("name", name) if name is not None else _name_of_process(),
         "pid": os.getpid(),
         "rank": rank,
-        "guarantee": guarantee,
-        "limit": limit,
-        "create_slots": create_slots,
-        "slots": slots,
+        "guarantee": check_number("guarantee", guarantee, 0, MAX_SLOTS),
+        "limit": check_optional_number("limit", limit, 1, MAX_SLOTS),
+        "create_slots": check_optional_number("create_slots", create_slots, 1, protocol.MAX_CREATED_SLOTS),
+        "slots": check_optional_number("slots", slots, 0, MAX_SLOTS),
         "expect": _expectations(expect),
     }
     if group is not None:
         hello |= {"group": group, "world_size": world_size}
+    _check_directory(dir)
+    deadline = time.monotonic() + timeout
+    directory = _find_daemon(dir, deadline, timeout)
     transport = Transport(directory, timeout, hello, deadline=deadline)
     try:
         member = None if group is None else _join(transport, directory, group, rank, deadline)
@@ -115,23 +122,38 @@ def _check_device(device: str | torch.device) -> None:
 
             return gpu.check_device(torch.device(device))
         torch.empty(0, device=device)
-    except (AssertionError, RuntimeError) as error:
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"device {str(device)!r} cannot be used ({reason}): pass 'cpu', or one that can"
+            f"device {str(device)!a} cannot be used ({reason}): pass 'cpu', or one that can"
         ) from error
 
 
-def _check_rank(rank: int, world_size: int, group: str | None) -> None:
-    if group is None:
-        if world_size != 1:
-            raise ConfigError(f"world_size={world_size} needs group=NAME, which its ranks have in common")
-        return
-    check_group_name(group)
-    if not 0 < world_size <= MAX_WORLD_SIZE:
-        raise ConfigError(f"world_size must be 1 to {MAX_WORLD_SIZE}, not {world_size}")
-    if not 0 <= rank < world_size:
+def _check_rank(rank: int, world_size: int, group: str | None) -> tuple[int, int]:
+    if group is not None:
+        check_group_name(group)
+    world_size = check_number("world_size", world_size, 1, MAX_WORLD_SIZE)
+    rank = check_number("rank", rank, 0, protocol.MAX_RANK)
+    if group is None and world_size != 1:
+        raise ConfigError(f"world_size={world_size} needs group=NAME, which its ranks have in common")
+    if group is not None and rank >= world_size:
         raise ConfigError(f"rank {rank} is out of range: group {group} has ranks 0 to {world_size - 1}")
+    return rank, world_size
+
+
+def _name_of_process() -> str:
+    """``script.py-4242``; whatever the script is called, it is a name that ``status`` can show."""
+    script = Path(sys.argv[0]).name or "python"
+    shown = "".join(character if character.isprintable() else "?" for character in script)
+    return f"{shown.encode()[:_SCRIPT_BYTES].decode(errors='ignore')}-{os.getpid()}"
+
+
+def _check_directory(named: str | os.PathLike[str] | None) -> None:
+    """No daemon can be in one whose sockets have too long a path: that is not waited for."""
+    if named == "":
+        raise ConfigError("dir is empty: name the daemon's runtime directory, or leave it out")
+    if named is not None:
+        check_socket_path(RuntimeDir(Path(named).absolute()).allocator_socket)
 
 
 def _find_daemon(named: str | os.PathLike[str] | None, deadline: float, timeout: float) -> RuntimeDir:
@@ -155,8 +177,14 @@ def _expectations(
     if expect is None:
         return None
     try:
+        if not isinstance(expect, Mapping):
+            raise TypeError(f"it is a {type(expect).__name__}")
         return [
-            [name, str(dtype).removeprefix("torch."), [int(size) for size in shape]]
+            [
+                check_name("a name", name),
+                check_name("a dtype", str(dtype).removeprefix("torch.")),
+                [check_number("a size", size, 0, protocol.MAX_NUMBER - 1) for size in shape],
+            ]
             for name, (dtype, shape) in expect.items()
         ]
     except (TypeError, ValueError) as error:

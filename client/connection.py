@@ -26,6 +26,9 @@ REPEAT_S = 0.5
 #: While an older request is open, the allocator is told of so many at once whose replies have arrived.
 CLOSE_AT_ONCE = 128
 
+#: What every call of a closed client raises, as :class:`ClientClosed`.
+CLOSED = "this client was closed: connect again"
+
 LOST = "the memory of this pool is gone, its keeper died: connect again when it is back"
 
 

@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from mambapool.client.connection import Connection
+from mambapool.client.connection import CLOSED, Connection
 from mambapool.client.dealer import LOOK_MS
 from mambapool.client.posted import Posted
 from mambapool.client.replies import plain_grant
 from mambapool.pool import protocol
-from mambapool.pool.errors import MambaPoolError
+from mambapool.pool.errors import ClientClosed, MambaPoolError
 from mambapool.pool.runtime_dir import RuntimeDir
 
 
@@ -191,7 +191,7 @@ class Exchange:
 
     def _refuse_closed(self) -> NoReturn:
         self.let_go()
-        raise self.connection.unavailable("this client was closed")
+        raise ClientClosed(CLOSED)
 
     def let_go(self) -> None:
         """What others posted meanwhile is sent now."""

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mambapool.client.arguments import check_timeout
 from mambapool.client.background import background
 from mambapool.client.fenced import Fenced
 from mambapool.client.fenced_limbo import Entry
@@ -154,6 +155,8 @@ class FencedAllocator(Fenced):
         self, need_size: SupportsIndex, timeout: float | None, tag: str | None
     ) -> torch.Tensor | None:
         count = whole_number(need_size)
+        if timeout is not None:
+            check_timeout(timeout)
         self._catch_up()
         before = self._posted.last
         slots = super()._alloc_by_message(count, None, tag)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -92,6 +93,10 @@ class Group:
                 self.fences.retry()
         return number
 
+    def leave(self, reason: MambaPoolError) -> None:
+        """This rank makes no call any more; one that waits raises ``reason`` when the page says that it has ended."""
+        self._fault = reason
+
     def compare(self) -> None:
         """Compare this rank's calls with rank 0's, as far as both have come."""
         page, rank = self.page, self.rank
@@ -157,9 +162,16 @@ class Group:
 
     def await_ranks(self, number: int) -> None:
         """Rank 0: until every rank has made call ``number``, and finished what it did before."""
+        self._await_all(self.page.passed, number)
+
+    def meet(self) -> None:
+        """Until every rank has made the call that this rank made last; for the work of GPUs nobody waits."""
+        self._await_all(lambda: self.page.slowest()[0], self.position)
+
+    def _await_all(self, come_to: Callable[[], int], number: int) -> None:
         deadline = time.monotonic() + self.timeout
         turn = 0
-        while self.page.passed() < number:
+        while come_to() < number:
             if self._items[gp.H_TROUBLE]:
                 self._check(number)
             if time.monotonic() >= deadline:

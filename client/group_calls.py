@@ -13,7 +13,7 @@ from mambapool.client.allocator import SlotAllocator
 from mambapool.client.group import Group
 from mambapool.client.group_answers import Following, Leading
 from mambapool.client.transport import Transport
-from mambapool.pool.errors import PoolLost
+from mambapool.pool.errors import MambaPoolError, PoolLost
 from mambapool.pool.group_calls import ALLOC, FREE, call_word, digest
 from mambapool.pool.index_tensors import slot_ids
 from mambapool.pool.slot_table import H_LOST
@@ -69,6 +69,11 @@ class GroupCalls(SlotAllocator):
             with self._lock:
                 self._take_back(slots)
 
+    def disable(self, reason: MambaPoolError) -> None:
+        """Every later call raises ``reason``, and the one that waits for another rank."""
+        super().disable(reason)
+        self._group.leave(reason)
+
     def offer(self, slots: list[int]) -> None:
         with self._lock:
             self._record.offer(slots)
@@ -92,6 +97,14 @@ class GroupCalls(SlotAllocator):
 
     def is_over(self, event: Event) -> bool:
         return self._group.fences is None or self._group.fences.is_event_over(event)
+
+    def meet(self) -> None:
+        """Wait until every rank has come as far as this one, as an engine's ranks do in an all-reduce; no call itself.
+
+        :class:`~mambapool.pool.errors.GroupBroken` when one has ended, or does not come within the timeout.
+        """
+        with self.in_turn():
+            self._group.meet()
 
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:

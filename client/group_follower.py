@@ -6,6 +6,7 @@ from typing import SupportsIndex
 
 import torch
 
+from mambapool.client.arguments import check_timeout
 from mambapool.client.forms import drain, whole_number
 from mambapool.client.group_calls import GroupCalls
 from mambapool.pool import group_calls as calls
@@ -40,6 +41,8 @@ class FollowerAllocator(GroupCalls):
         if need_size == 1 and self._window and (slot := self._take_from_window()) is not None:
             return slot
         count = whole_number(need_size)
+        if timeout is not None:
+            check_timeout(timeout)
         if count == 0:
             return self._no_slots()
         call = call_word(calls.ALLOC, count, int(bool(timeout)))

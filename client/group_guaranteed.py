@@ -6,6 +6,7 @@ from typing import Any, SupportsIndex
 
 import torch
 
+from mambapool.client.arguments import check_timeout
 from mambapool.client.forms import packed, whole_number
 from mambapool.client.group import Group
 from mambapool.client.group_calls import ALLOC_ONE, GroupCalls
@@ -33,6 +34,8 @@ class GroupGuaranteedAllocator(GroupCalls, GuaranteedAllocator):
         self, need_size: SupportsIndex, timeout: float | None = None, tag: str | None = None
     ) -> torch.Tensor | None:
         """``need_size`` slots, or None. ``timeout`` waits for nothing: what could free some is the next call."""
+        if timeout is not None:
+            check_timeout(timeout)
         call = ALLOC_ONE if need_size == 1 else call_word(calls.ALLOC, whole_number(need_size))
         if self._unusable is not None or self._refusals:
             self._check_usable()

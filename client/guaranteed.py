@@ -9,6 +9,7 @@ from typing import SupportsIndex
 import torch
 
 from mambapool.client.allocator import SlotAllocator
+from mambapool.client.arguments import check_timeout
 from mambapool.client.forms import drain, packed, whole_number
 from mambapool.client.slot_tensors import SlotTensors
 from mambapool.client.transport import Transport
@@ -141,6 +142,8 @@ class GuaranteedAllocator(SlotAllocator):
 
     def _alloc_more(self, need_size: SupportsIndex, timeout: float | None) -> torch.Tensor | None:
         count = whole_number(need_size)
+        if timeout is not None:
+            check_timeout(timeout)
         self._check_usable()
         if not timeout and count > len(self._list):
             return None

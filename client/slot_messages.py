@@ -8,6 +8,7 @@ from typing import Any, SupportsIndex
 
 import torch
 
+from mambapool.client.arguments import check_timeout
 from mambapool.client.forms import drain, packed, tagged, whole_number
 from mambapool.client.posted import Posted
 from mambapool.client.record import Record
@@ -74,8 +75,10 @@ class SlotMessages:
         self, need_size: SupportsIndex, timeout: float | None, tag: str | None
     ) -> torch.Tensor | None:
         count = whole_number(need_size)
-        if timeout is not None and timeout > 0:
-            return self._alloc_in_turn(count, timeout, tag)
+        if timeout is not None:
+            check_timeout(timeout)
+            if timeout > 0:
+                return self._alloc_in_turn(count, timeout, tag)
         with self._calls:
             self._check_usable()
             if not 0 < count <= self.size:

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mambapool.client.connection import REPEAT_S
+from mambapool.client.connection import CLOSED, REPEAT_S
 from mambapool.client.exchange import Exchange
 from mambapool.client.posted import Posted
 from mambapool.pool import protocol
-from mambapool.pool.errors import MambaPoolError
+from mambapool.pool.errors import ClientClosed, MambaPoolError
 
 #: How often a session says that it lives when nothing else does.
 PING_S = 1.0
@@ -117,6 +117,7 @@ class Transport(Exchange):
         self.flush()
         if self.table.applied_and_free(self.session["row"])[0] >= number:
             return True
+        self._check_open()
         self._check_waited(deadline, f"no answer within {self.timeout:g} s")
         return False
 
@@ -134,8 +135,14 @@ class Transport(Exchange):
         self.posted.forget_applied(applied)
         if not self.posted:
             return free
+        self._check_open()
         self._check_waited(deadline, f"posted messages were not applied within {self.timeout:g} s")
         return None
+
+    def _check_open(self) -> None:
+        """Another thread has closed the client: what is awaited here never comes."""
+        if self.closed:
+            raise ClientClosed(CLOSED)
 
     def tick(self) -> None:
         """For the background thread: see what came, say that we live, find the allocator after a restart."""

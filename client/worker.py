@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from mambapool.client.arguments import check_session, check_timeout
 from mambapool.client.background import background
-from mambapool.client.connection import LOST
+from mambapool.client.connection import CLOSED, LOST
 from mambapool.client.transport import Transport
 from mambapool.pool.errors import (
     ClientClosed,
@@ -118,13 +119,14 @@ class Worker:
         then they are this session's, but cannot be freed. When the receiver ends before, the offer does,
         too; when this session does, its slots are free. Never do both hold a slot, and never neither.
         """
-        self._transfers.offer(slots, to)
+        self._transfers.offer(slots, check_session(to))
 
     def accept(self, timeout: float = 0.0) -> torch.Tensor | None:
         """Take the slots of the oldest offer to this session, with their states: an int64 tensor.
 
         Waits ``timeout`` seconds for an offer; None when there was none.
         """
+        check_timeout(timeout)
         return self._transfers.accept(timeout)
 
     @property
@@ -148,7 +150,7 @@ class Worker:
         background().remove(self.allocator)
         # No cycle: the slot table's mapping and descriptor go with the last reference.
         self._transport.connection.on_end = None
-        self.allocator.disable(ClientClosed("this client was closed: connect again"))
+        self.allocator.disable(ClientClosed(CLOSED))
         self._transport.detach(min(CLOSE_S, self._transport.timeout))
         if self._pool is not None:
             self._pool.close()
@@ -160,7 +162,7 @@ class Worker:
 
         assert isinstance(self.allocator, Fenced | GroupCalls)
         deadline = time.monotonic() + min(CLOSE_S, self._transport.timeout)
-        reason = ClientClosed("this client was closed: connect again")
+        reason = ClientClosed(CLOSED)
         self._transport.connection.on_end = None
         lingering = Lingering(self._transport, self.allocator, fences)
         self.allocator.disable(reason)

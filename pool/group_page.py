@@ -26,7 +26,6 @@ from __future__ import annotations
 import mmap
 import os
 import re
-import stat
 import struct
 import zlib
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from mambapool.pool.errors import ConfigError, ProtocolError, RuntimeDirError, VersionMismatch
+from mambapool.pool.regular_files import open_regular
 
 MAGIC: Final = int.from_bytes(b"MAMBAGRP", "little")
 LAYOUT_VERSION: Final = 1
@@ -142,12 +142,12 @@ class GroupPage:
         """Map the page at ``path``; refused when it is no group page, or one of another version."""
         self.path = path
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = open_regular(path, os.O_RDWR)
         except OSError as error:
             raise RuntimeDirError(f"cannot open the group page {path}: {error.strerror}") from error
         try:
             info = os.fstat(fd)
-            if not stat.S_ISREG(info.st_mode) or info.st_size < HEADER_WORDS * 8:
+            if info.st_size < HEADER_WORDS * 8:
                 raise ProtocolError(f"{path} is no group page: {info.st_size} bytes")
             self._map = mmap.mmap(fd, info.st_size)
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from mambapool.pool import record_lock
+from mambapool.pool.regular_files import open_regular
 from mambapool.pool.runtime_dir import RuntimeDir
 
 
@@ -31,7 +32,7 @@ def has_allocator(directory: RuntimeDir) -> bool:
     if directory.ready.exists():
         return True
     try:
-        lock = os.open(directory.allocator_lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        lock = open_regular(directory.allocator_lock, os.O_RDWR)
     except OSError:
         return False
     try:

@@ -43,6 +43,9 @@ def check_form(value: torch.Tensor, what: str) -> None:
         raise BadIndexTensor(
             f"{what}: a {'meta' if value.is_meta else value.layout} tensor; pass a dense one with values"
         )
+    if value.is_quantized or value.is_nested:
+        kind = "quantized" if value.is_quantized else "nested"
+        raise BadIndexTensor(f"{what}: a {kind} tensor; pass integers, for example a tensor of torch.int64")
     if value.dim() > 1:
         raise BadIndexTensor(
             f"{what}: a tensor of shape {tuple(value.shape)}; pass one dimension, for example t.flatten()"

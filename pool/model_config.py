@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mambapool.pool.errors import ModelConfigError
 from mambapool.pool.layout import DTYPE_BYTES
+from mambapool.pool.regular_files import read_regular
 
 #: Public configs have a few KiB; only a file named by mistake is larger.
 MAX_CONFIG_BYTES = 16 * 2**20
@@ -29,8 +30,7 @@ def load_model_config(path: str | os.PathLike[str]) -> dict[str, object]:
     try:
         if file.is_dir():
             file /= "config.json"
-        with file.open("rb") as stream:
-            content = stream.read(MAX_CONFIG_BYTES + 1)
+        content = read_regular(file, MAX_CONFIG_BYTES)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = error.strerror if isinstance(error, OSError) else error
         raise ModelConfigError(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mambapool.pool import record_lock
 from mambapool.pool.errors import AllocatorAlreadyRunning, RuntimeDirError
+from mambapool.pool.regular_files import open_regular
 
 
 class ProcessLock:
@@ -25,9 +26,12 @@ class ProcessLock:
         """
         self.path = path
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            self._fd = open_regular(path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
-            raise RuntimeDirError(f"cannot open the lock file {path}: {error.strerror}") from error
+            raise RuntimeDirError(
+                f"cannot open the lock file {path}: {error.strerror}; mend that, or name another directory "
+                "with --dir"
+            ) from error
         deadline = time.monotonic() + wait_s
         while not record_lock.take(self._fd):
             if time.monotonic() >= deadline:

@@ -136,6 +136,15 @@ _MAX_TEXT_BYTES: Final = 16 * 1024
 #: STATUS lists every session of every pool, AUDIT every tag.
 MAX_STATUS_ITEMS: Final = 1 << 20
 
+#: What a session is called.
+MAX_NAME_BYTES: Final = 128
+
+#: The largest rank that HELLO takes; how many a pool has shards for is another matter.
+MAX_RANK: Final = 2**16
+
+#: A client may make an allocator-only pool of at most so many slots: its table takes 56 bytes a slot.
+MAX_CREATED_SLOTS: Final = 2**20
+
 #: A tag says what slots are held for, to people who read `mambapool audit`.
 MAX_TAG_BYTES: Final = 128
 

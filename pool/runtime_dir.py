@@ -6,6 +6,7 @@ lock files, slot tables, ``ready``. Its owner's uid is the boundary; nothing in 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -15,9 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from mambapool.pool.errors import ConfigError, RuntimeDirError
+from mambapool.pool.regular_files import read_regular
 
 #: ``sockaddr_un.sun_path`` holds 108 bytes, the last of them zero: unix(7).
 MAX_SOCKET_PATH_BYTES = 107
+
+# It lists pools, of which an allocator has a few.
+_MOST_READY_BYTES = 2**20
 
 POOL_NAME = re.compile(r"[a-z0-9_-]{1,32}")
 
@@ -96,6 +101,10 @@ class RuntimeDir:
         except PermissionError:
             self.check_owner()
             raise
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                check_socket_path(self.allocator_socket)
+            raise
 
     def check_owner(self) -> None:
         """Refuse a directory that is not ours alone: who may write here could stand in for a daemon."""
@@ -159,13 +168,15 @@ class RuntimeDir:
     def write_ready(self, content: dict[str, Any]) -> None:
         """Say that the daemon answers: by rename, so that a reader never sees half of it."""
         draft = self.path / f".ready.{os.getpid()}"
-        draft.write_text(json.dumps(content) + "\n")
+        draft.unlink(missing_ok=True)
+        with draft.open("x") as stream:  # which opens nothing that is there
+            stream.write(json.dumps(content) + "\n")
         draft.rename(self.ready)
 
     def read_ready(self) -> dict[str, Any] | None:
         """What ``ready`` says, or None when there is none."""
         try:
-            content = json.loads(self.ready.read_text())
+            content = json.loads(read_regular(self.ready, _MOST_READY_BYTES, follow=False))
         except (OSError, ValueError):
             return None
         return content if isinstance(content, dict) else None
@@ -176,7 +187,7 @@ def check_socket_path(path: Path) -> str:
     try:
         str(path).encode()
     except UnicodeEncodeError:
-        raise RuntimeDirError(f"{os.fsencode(path)!r} is not UTF-8; name another directory with --dir") from None
+        raise RuntimeDirError(f"{str(path)!a} is not UTF-8; name another directory with --dir") from None
     if "\0" in str(path):
         raise RuntimeDirError(f"{str(path)!r} has a NUL in it; name another directory with --dir")
     size = len(os.fsencode(path))

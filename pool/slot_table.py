@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mambapool.pool.errors import AllocatorUnavailable, ProtocolError, RuntimeDirError, VersionMismatch
+from mambapool.pool.regular_files import open_regular
 
 MAGIC: Final = int.from_bytes(b"MAMBPOOL", "little")
 LAYOUT_VERSION: Final = 3
@@ -144,20 +144,24 @@ class TableLayout:
         return self.rows + field * (self.slots + 1)
 
 
+def open_table(path: Path, flags: int) -> int:
+    """A descriptor of the file; :class:`RuntimeDirError` when it cannot be opened, or is no regular file."""
+    try:
+        return open_regular(path, flags)
+    except OSError as error:
+        raise RuntimeDirError(f"cannot open the slot table {path}: {error.strerror}") from error
+
+
 class SlotTableReader:
     """A read-only view of a slot table, for clients and checks. Safe in several threads."""
 
     def __init__(self, path: Path, uuid: bytes | None = None) -> None:
         """Map the table at ``path``; refused when it is no slot table, or another pool's than ``uuid``."""
         self.path = path
+        fd = open_table(path, os.O_RDONLY)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise RuntimeDirError(f"cannot open the slot table {path}: {error.strerror}") from error
-        try:
-            info = os.fstat(fd)
-            size = info.st_size
-            if not stat.S_ISREG(info.st_mode) or size < HEADER_WORDS * 8:
+            size = os.fstat(fd).st_size
+            if size < HEADER_WORDS * 8:
                 raise ProtocolError(f"{path} is no slot table: {size} bytes")
             self._map = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
         finally:

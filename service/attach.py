@@ -11,13 +11,10 @@ from mambapool.pool import protocol
 from mambapool.pool.errors import AllocatorUnavailable, GeometryMismatch, ProtocolError, VersionMismatch
 from mambapool.pool.group_page import GROUP_NAME, MAX_WORLD_SIZE
 from mambapool.pool.layout import MAX_SLOTS, Geometry
+from mambapool.pool.protocol import MAX_CREATED_SLOTS, MAX_NAME_BYTES, MAX_RANK
 from mambapool.pool.runtime_dir import POOL_NAME
 
-#: A client may make an allocator-only pool of at most so many slots: its table takes 56 bytes a slot.
-MAX_CREATED_SLOTS = 2**20
-
 LEASE_BYTES = 16
-MAX_NAME_BYTES = 128
 
 _EXPECT_SHAPE = "HELLO: expect must be a list of [name, dtype, [layers, size, …]]"
 
@@ -68,7 +65,7 @@ class AttachRequest:
         pool, name = _text(value, "pool"), _text(value, "name")
         if not POOL_NAME.fullmatch(pool):
             raise ProtocolError(f"HELLO: pool name {pool!r}: use 1 to 32 of a-z 0-9 _ -")
-        rank = _number(value, "rank", 0, 2**16)
+        rank = _number(value, "rank", 0, MAX_RANK)
         group, world_size = _group(value, rank)
         return cls(
             version=version,

@@ -30,8 +30,8 @@ from mambapool.service.commands.status import status
 
 @click.group(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Every flag has an environment variable, MAMBAPOOL_ + its name. Exit status: 0 done, 1 failed, "
-    "2 usage, 3 another daemon has the directory, 4 not reachable.",
+    epilog="Every flag but `evict --force` has an environment variable, MAMBAPOOL_ + its name. Exit status: 0 done, "
+    "1 failed, 2 usage, 3 another daemon has the directory, 4 not reachable.",
 )
 @click.version_option(VERSION, prog_name="mambapool")
 def command_line() -> None:

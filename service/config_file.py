@@ -24,10 +24,15 @@ from typing import Any
 from mambapool.pool.errors import ConfigError
 from mambapool.pool.layout import Geometry, TensorSpec
 from mambapool.pool.models import load_model_config, state_shape
+from mambapool.pool.regular_files import read_regular
 from mambapool.service.config import DEFAULT_POOL, PoolConfig
 
 _POOL_KEYS = {"pool": str, "slots": int, "model": str, "state": list, "tp-size": int, "device": str}
 _TOP_KEYS = {"dir": str, "max-sessions": int, "max-waiters": int, "quarantine": str, "pool": list}
+
+#: A pool takes some hundred; only a file named by mistake is larger.
+MAX_FILE_BYTES = 2**20
+
 _WORDS = {str: "a text", int: "a whole number", list: "a list"}
 
 
@@ -114,7 +119,10 @@ def _duration(text: str, where: str) -> float:
 
 def _read(path: str) -> dict[str, Any]:
     try:
-        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        text = read_regular(path, MAX_FILE_BYTES)
+        if len(text) > MAX_FILE_BYTES:
+            raise ConfigError(f"--config {path} has more than {MAX_FILE_BYTES} bytes: that is no list of pools")
+        content = tomllib.loads(text.decode("utf-8"))
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # TOML syntax and UTF-8; nested too deeply

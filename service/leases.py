@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import stat
 from pathlib import Path
 from typing import Protocol
 
 from mambapool.pool import record_lock
 from mambapool.pool.errors import AllocatorUnavailable, ProtocolError
+from mambapool.pool.regular_files import open_regular
 from mambapool.pool.runtime_dir import RuntimeDir
 
 
@@ -18,14 +18,11 @@ class WatchedLock:
     """The lock file of another process, opened once and kept open: it can be removed, the lock cannot."""
 
     def __init__(self, name: bytes, path: Path) -> None:
-        """Raises :class:`OSError` when the file cannot be opened, or is no regular file."""
+        """Raises :class:`OSError` when the file cannot be opened, or is no regular file; it is never waited for."""
         self.name = name
         self._path = path
         # For writing too: a lock for writing can only be asked after through such a descriptor.
-        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
-            self.close()
-            raise OSError(f"{path} is no regular file")
+        self._fd = open_regular(path, os.O_RDWR)
 
     def is_held(self) -> bool:
         """Whether the process that took it still lives; a stopped one does. Costs half a microsecond."""

@@ -22,6 +22,9 @@ else:
 #: ZeroMQ takes waits as milliseconds in 32 bits: 24 days.
 MAX_DURATION_S = 2**31 // 1000
 
+#: No memory has more bytes; Python reads no number of more than 4,300 digits.
+_MOST_SIZE_DIGITS = 1000
+
 _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _UNITS_BYTES = {"": 1, "B": 1} | {
     f"{letter}{ending}": base**power
@@ -41,6 +44,14 @@ def parse_duration(text: str) -> float:
     return seconds
 
 
+def parse_timeout(text: str) -> float:
+    """A duration in which something can answer: ZeroMQ counts in milliseconds."""
+    seconds = parse_duration(text)
+    if seconds < 0.001:
+        raise ConfigError(f"{text!r} is too short to wait for an answer: 1ms at least")
+    return seconds
+
+
 def parse_size(text: str) -> int:
     """Bytes of ``20GiB`` (1024ⁿ), ``20GB`` (1000ⁿ) or a plain number."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text.strip())
@@ -48,6 +59,8 @@ def parse_size(text: str) -> int:
         raise ConfigError(
             f"{text!r} is not a size: expected a number and KiB, MiB, GiB, TiB (1024ⁿ) or KB, MB, GB, TB (1000ⁿ)"
         )
+    if len(match[1]) > _MOST_SIZE_DIGITS:
+        raise ConfigError(f"a size of {len(match[1])} digits is too large: {_MOST_SIZE_DIGITS} at most")
     return int(Fraction(match[1]) * _UNITS_BYTES[match[2]])
 
 
@@ -68,6 +81,7 @@ class _Parsed(_ParamType):
 
 
 DURATION = _Parsed("duration", parse_duration)
+TIMEOUT = _Parsed("duration", parse_timeout)
 SIZE = _Parsed("size", parse_size)
 
 
@@ -112,6 +126,9 @@ quarantine_option = option(
     type=DURATION,
     metavar="T",
     help="Keep a dead process's slots on a GPU back for so long, and until it has ended.  [default: 1s]",
+)
+timeout_option = option(
+    "--timeout", type=TIMEOUT, default="2s", show_default=True, metavar="T", help="Wait so long for it."
 )
 json_option = option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 

@@ -20,6 +20,7 @@ from mambapool.pool.keeper import KeeperConfig
 from mambapool.pool.memory_limits import check_available
 from mambapool.pool.polling import readable
 from mambapool.pool.process_lock import ProcessLock
+from mambapool.pool.regular_files import read_regular
 from mambapool.pool.runtime_dir import RuntimeDir, check_socket_path
 from mambapool.service.children import Child, end_all
 from mambapool.service.config import AllocatorConfig, PoolConfig
@@ -242,8 +243,7 @@ def _is_dead_socket(path: Path) -> bool:
 
 
 def _is_slot_table(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(len(_TABLE_MAGIC)) == _TABLE_MAGIC
+    return read_regular(path, len(_TABLE_MAGIC), follow=False).startswith(_TABLE_MAGIC)
 
 
 def _has_ended(lock: Path) -> bool:

@@ -26,7 +26,6 @@ from mambapool.pool.idle import Idle
 from mambapool.pool.process_lock import ProcessLock
 from mambapool.pool.runtime_dir import RuntimeDir, check_socket_path
 from mambapool.pool.version import VERSION
-from mambapool.service.attach import MAX_CREATED_SLOTS
 from mambapool.service.build import build_registry, keeper_lock_name
 from mambapool.service.config import AllocatorConfig
 from mambapool.service.dispatcher import Dispatcher
@@ -164,7 +163,7 @@ class Server:
         check_socket_path(path)
         remove_stale_socket(path)
         # libzmq cuts off whoever sends more than any pool here could need; less is looked at per message.
-        largest = max(self.dispatcher.registry.max_body_bytes, protocol.max_body_bytes(MAX_CREATED_SLOTS))
+        largest = max(self.dispatcher.registry.max_body_bytes, protocol.max_body_bytes(protocol.MAX_CREATED_SLOTS))
         self._socket.maxmsgsize = largest
         self._door = Door(directory)
         listener = self._door.listen()

@@ -94,7 +94,7 @@ class SlotTableWriter(SlotTableContents):
         Raises what :class:`~mambapool.pool.slot_table.SlotTableReader` does when it is no such table.
         """
         layout = st.SlotTableReader(path).layout
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = st.open_table(path, os.O_RDWR)
         try:
             table = cls(path, layout, mmap.mmap(fd, layout.size_bytes))
         finally:

@@ -6,6 +6,7 @@ matplotlib is an extra (``mambapool[plot]``), and imported only here.
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from mambapool.client.replay.result import SchedulerResult
 from mambapool.client.replay.summary import ReplaySummary
 from mambapool.client.replay.usage import HeldTimeline
 from mambapool.pool.errors import ConfigError
+from mambapool.pool.regular_files import open_regular
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,7 +47,8 @@ def check_plot(path: Path) -> None:
     if path.is_dir():
         raise ConfigError(f"--plot {path} is a directory")
     try:
-        path.open("ab").close()
+        # A FIFO would be waited for, here and at the end.
+        os.close(open_regular(path, os.O_WRONLY | os.O_CREAT, follow=True, mode=0o666))
     except OSError as error:
         raise ConfigError(f"--plot {path} cannot be written: {error.strerror}") from error
 
@@ -90,11 +93,11 @@ def _draw_occupancy(
         names[number] += f": {trace if len(trace) <= 30 else trace[:27] + '…'}"
     colours = [COLOURS[number % len(COLOURS)] for number in range(len(results))]
     axes.stackplot(minutes, *means, step="post", labels=names, colors=colours, linewidth=0)
-    most = summary.peak_held
+    most: float = max(summary.peak_held, float(np.sum(means, axis=0).max()))
     # Each label at a place of its own along the axis: levels may be close to one another.
-    if not summary.waits:
+    if summary.in_step:
         _mark(axes, summary.peak_held, 1.0, f"peak of all together: {summary.peak_held}")
-        if summary.partitioned_need > summary.peak_held:
+        if summary.partitioned_need is not None and summary.partitioned_need > summary.peak_held:
             most = summary.partitioned_need
             _mark(axes, most, 0.76, f"equal parts, one per scheduler: {summary.partitioned_need}")
     if summary.slots <= 1.5 * most:

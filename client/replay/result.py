@@ -15,7 +15,8 @@ class SchedulerResult:
 
     ``mismatches`` counts requests with a slot that was not what it must be, and refused calls; ``findings``
     are the first lines about them. ``alloc_us`` has one entry per call for slots that sent a message. ``waiting``
-    counts the requests that have arrived and wait for slots, over time.
+    counts the requests that have arrived and wait for slots, over time. ``most_in_use``: so many slots of the pool, by
+    all of its users, were not free when it had just taken some.
     """
 
     finished: int
@@ -27,6 +28,7 @@ class SchedulerResult:
     alloc_us: list[float]
     held: HeldTimeline
     waiting: HeldTimeline = field(default_factory=HeldTimeline)
+    most_in_use: int = 0
 
     def to_json(self) -> dict[str, Any]:
         fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}

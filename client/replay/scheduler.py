@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mambapool.client.replay.admission import Holding, admit
 from mambapool.client.replay.batch import Batch
@@ -25,8 +25,15 @@ class Scheduler:
     No process, no real clock and no waiting in here: the caller decides when to call :meth:`step`.
     """
 
-    def __init__(self, worker: Worker, requests: Sequence[Request], track: int, step_ms: float) -> None:
-        """``requests`` must be in order of arrival."""
+    def __init__(
+        self,
+        worker: Worker,
+        requests: Sequence[Request],
+        track: int,
+        step_ms: float,
+        in_use: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """``requests`` must be in order of arrival; ``in_use`` says how many slots of the pool are not free now."""
         self._worker = worker
         self._requests = requests
         self._track = track
@@ -34,6 +41,8 @@ class Scheduler:
         self._findings = Findings()
         self._calls = SlotCalls(worker, self._findings)
         self._batch = Batch(worker, self._findings)
+        self._in_use = in_use
+        self._most_in_use = 0
         self._held = HeldTimeline()
         self._waiting = HeldTimeline()
         self._messages_before = worker.messages
@@ -91,6 +100,7 @@ class Scheduler:
             alloc_us=alloc_us,
             held=self._held,
             waiting=self._waiting,
+            most_in_use=self._most_in_use,
         )
 
     def _receive(self) -> None:
@@ -108,6 +118,8 @@ class Scheduler:
         if not servable:
             return []
         holdings = admit(self._calls, self._requests[self._admitted : self._admitted + servable], self._track)
+        # It grows by what somebody takes, and by nothing else.
+        self._most_in_use = max(self._most_in_use, self._in_use())
         self._admitted += len(holdings)
         return holdings
 

@@ -12,6 +12,11 @@ from mambapool.client.replay.options import ReplayOptions
 from mambapool.client.replay.runner import Run
 from mambapool.client.replay.usage import merge
 
+# Each scheduler has a clock of its own, which goes on while it waits, or while others run faster than it.
+_NOT_IN_STEP = "the schedulers' clocks were not in step"
+_NO_MEAN = f"says nothing here: {_NOT_IN_STEP}"
+_EQUAL_PARTS = "slots that equal parts would need: schedulers times the largest peak of one"
+_OWN_PARTS = "slots that parts cut to each scheduler's own peak would need"
 _CUT_OFF = "says nothing here: requests waited, so the pool's size cut the peaks off"
 
 
@@ -27,7 +32,11 @@ class Row(NamedTuple):
 class ReplaySummary:
     """The keys of ``replay --json``.
 
-    Held slots are those of requests and of open windows, over the whole pool and by the clock of the trace.
+    Held slots are those of requests and of open windows, over the whole pool and by the clock of the trace. Each
+    scheduler has a clock of its own: where requests waited, or more were held at once by these clocks than the pool
+    has, they tell nothing of each other, and ``in_step`` is False. Then ``peak_held`` is the most that were not free
+    when a scheduler looked, whoever had them, and ``mean_held`` is None. ``partitioned_need`` and ``partitioned_sum``
+    are None when requests waited.
     ``mismatches`` are those of all ranks; ``rank_messages`` has the messages of each rank, all schedulers together.
     ``waits`` counts requests that waited at least one step for a slot. The percentiles, in microseconds, are
     of calls for slots that cost a message, and None if there was none. ``findings`` are the first lines
@@ -43,9 +52,9 @@ class ReplaySummary:
     alloc_p50_us: float | None
     alloc_p99_us: float | None
     peak_held: int
-    mean_held: float
-    partitioned_need: int
-    partitioned_sum: int
+    mean_held: float | None
+    partitioned_need: int | None
+    partitioned_sum: int | None
     seconds: float
     schedulers: int
     slots: int
@@ -53,6 +62,7 @@ class ReplaySummary:
     guarantee: int
     rank_messages: tuple[int, ...]
     findings: tuple[str, ...]
+    in_step: bool
 
     @property
     def ok(self) -> bool:
@@ -78,9 +88,9 @@ class ReplaySummary:
             Row("alloc p50", _microseconds(self.alloc_p50_us), "of calls for slots that cost a message"),
             Row("alloc p99", _microseconds(self.alloc_p99_us), ""),
             Row("peak held", f"{self.peak_held:,}", self._peak_note()),
-            Row("mean held", f"{self.mean_held:.1f}", "over the time of the trace"),
-            Row("partitioned need", f"{self.partitioned_need:,}", self._partition_note()),
-            Row("partitioned sum", f"{self.partitioned_sum:,}", self._partition_sum_note()),
+            Row("mean held", *_or_none(self.mean_held, ".1f", "over the time of the trace", _NO_MEAN)),
+            Row("partitioned need", *_or_none(self.partitioned_need, ",", _EQUAL_PARTS, _CUT_OFF)),
+            Row("partitioned sum", *_or_none(self.partitioned_sum, ",", _OWN_PARTS, _CUT_OFF)),
             Row("seconds", f"{self.seconds:.1f}", f"{_ratio(self.steps, self.seconds):,.0f} steps a second"),
         ]
 
@@ -98,17 +108,9 @@ class ReplaySummary:
         return "every state and track slot held what its request had put there"
 
     def _peak_note(self) -> str:
-        note = f"of {self.slots:,} slots, all schedulers together"
-        # Each has a clock of its own, which goes on while it waits.
-        return note + "; their clocks are not in step where they wait" if self.waits else note
-
-    def _partition_note(self) -> str:
-        if self.waits:
-            return _CUT_OFF
-        return "slots that equal parts would need: schedulers times the largest peak of one"
-
-    def _partition_sum_note(self) -> str:
-        return _CUT_OFF if self.waits else "slots that parts cut to each scheduler's own peak would need"
+        if self.in_step:
+            return f"of {self.slots:,} slots, all schedulers together"
+        return f"of {self.slots:,} slots, as the pool saw it: {_NOT_IN_STEP}"
 
 
 def summarize(options: ReplayOptions, requests: int, run: Run) -> ReplaySummary:
@@ -118,6 +120,8 @@ def summarize(options: ReplayOptions, requests: int, run: Run) -> ReplaySummary:
     by_rank = [run.results[rank :: options.tp_size] for rank in range(options.tp_size)]
     usage = merge([result.held for result in results])
     peaks = [result.held.peak for result in results]
+    waits = sum(result.waits for result in results)
+    in_step = not waits and usage.peak <= run.slots
     alloc_us = sorted(took_us for result in results for took_us in result.alloc_us)
     return ReplaySummary(
         requests=requests,
@@ -125,13 +129,13 @@ def summarize(options: ReplayOptions, requests: int, run: Run) -> ReplaySummary:
         mismatches=sum(result.mismatches for result in run.results),
         steps=sum(result.steps for result in results),
         messages=sum(result.messages for result in run.results),
-        waits=sum(result.waits for result in results),
+        waits=waits,
         alloc_p50_us=percentile(alloc_us, 50),
         alloc_p99_us=percentile(alloc_us, 99),
-        peak_held=usage.peak,
-        mean_held=round(usage.mean, 3),
-        partitioned_need=options.schedulers * max(peaks),
-        partitioned_sum=sum(peaks),
+        peak_held=usage.peak if in_step else max(result.most_in_use for result in results),
+        mean_held=round(usage.mean, 3) if in_step else None,
+        partitioned_need=None if waits else options.schedulers * max(peaks),
+        partitioned_sum=None if waits else sum(peaks),
         seconds=round(run.seconds, 3),
         schedulers=options.schedulers,
         slots=run.slots,
@@ -139,6 +143,7 @@ def summarize(options: ReplayOptions, requests: int, run: Run) -> ReplaySummary:
         guarantee=options.guarantee,
         rank_messages=tuple(sum(result.messages for result in ranks) for ranks in by_rank),
         findings=tuple(line for result in run.results for line in result.findings),
+        in_step=in_step,
     )
 
 
@@ -148,6 +153,11 @@ def percentile(ascending: Sequence[float], percent: float) -> float | None:
         return None
     rank = max(1, math.ceil(len(ascending) * percent / 100))
     return ascending[rank - 1]
+
+
+def _or_none(value: float | None, form: str, note: str, why_not: str) -> tuple[str, str]:
+    """A figure and what it means; ``-`` and why there is none."""
+    return ("-", why_not) if value is None else (f"{value:{form}}", note)
 
 
 def _count(number: int, what: str) -> str:

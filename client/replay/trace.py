@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import itertools
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from typing import BinaryIO
 from mambapool.client.replay import azure, mooncake
 from mambapool.client.replay.request import Request
 from mambapool.pool.errors import TraceError
+from mambapool.pool.regular_files import open_regular
 
 #: The first bytes of every gzip member: RFC 1952, 2.3.1.
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -39,6 +41,9 @@ _FORMATS = {
     ".csv": _Format("Azure", azure.HEADER.encode(), azure.parse_line, azure.check_header, by_the_calendar=True),
 }
 
+#: A request of a million tokens has 2,000 block ids of up to 20 bytes.
+MAX_LINE_BYTES = 2**20
+
 #: The longest beginning of a file by which a format is told.
 _LONGEST_BEGINNING = 64
 
@@ -53,7 +58,8 @@ def load(path: Path, limit: int | None = None) -> list[Request]:
     Raises :class:`TraceError`, which names the file, the line where there is one, and what was expected.
     """
     try:
-        with path.open("rb") as raw, _decompressed(raw) as lines:
+        # Nothing but a file: every scheduler reads it, and from its beginning.
+        with os.fdopen(open_regular(path, os.O_RDONLY, follow=True), "rb") as raw, _decompressed(raw) as lines:
             trace_format = _format_of(path, lines)
             requests = list(itertools.islice(_parse(path, lines, trace_format), limit))
     except (OSError, EOFError, zlib.error) as error:
@@ -101,7 +107,12 @@ def _decompressed(raw: BinaryIO) -> BinaryIO | gzip.GzipFile:
 def _parse(path: Path, lines: BinaryIO | gzip.GzipFile, trace_format: _Format) -> Iterator[Request]:
     count = 0
     header = trace_format.check_header
-    for number, line in enumerate(lines, start=1):
+    for number in itertools.count(1):
+        line = lines.readline(MAX_LINE_BYTES + 1)
+        if not line:
+            return
+        if len(line) > MAX_LINE_BYTES:
+            raise TraceError(f"{path}, line {number}: it has more than {MAX_LINE_BYTES} bytes: that is no request")
         if not line.strip():
             continue
         try:

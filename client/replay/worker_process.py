@@ -12,19 +12,24 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from types import FrameType
 from typing import BinaryIO
 
 import torch
 
-from mambapool.client import connect
+from mambapool.client import Worker, connect
+from mambapool.client.group_calls import GroupCalls
 from mambapool.client.replay.messages import Failed, Go, Job, Loaded, Progress, Ready, Report, report_line
+from mambapool.client.replay.options import ReplayOptions
 from mambapool.client.replay.pace import Pace
 from mambapool.client.replay.result import SchedulerResult
 from mambapool.client.replay.scheduler import Scheduler
 from mambapool.client.replay.shares import requests_of
 from mambapool.pool.errors import MambaPoolError
+from mambapool.pool.runtime_dir import RuntimeDir
+from mambapool.pool.slot_table import SlotTableReader
 
 #: Seconds between two reports of progress.
 _REPORT_EVERY_S = 0.1
@@ -110,10 +115,27 @@ def _run(job: Job, reporter: _Reporter) -> SchedulerResult:
         rows = next((states.shape[1] for states in worker.states.values()), 0)
         reporter.send(Ready(rows - 1 if rows else worker.allocator.size, len(worker.states)))
         go = _next_go()
-        scheduler = Scheduler(worker, requests, options.track, options.step_ms)
+        table = _table_of(options)
+        in_use = lambda: table.layout.slots - table.free_count  # noqa: E731
+        scheduler = Scheduler(worker, requests, options.track, options.step_ms, in_use)
         pace = Pace(options.speed, go.origin_s)
-        _step_through(scheduler, pace, reporter, random.Random(job.scheduler))
+        _step_through(scheduler, pace, reporter, random.Random(job.scheduler), _meeting_of(worker))
         return scheduler.finish()
+
+
+def _table_of(options: ReplayOptions) -> SlotTableReader:
+    directory = RuntimeDir.for_client(options.dir)
+    assert directory is not None, "it is connected there"
+    return SlotTableReader(directory.slot_table(options.pool))
+
+
+def _meeting_of(worker: Worker) -> Callable[[], None]:
+    """How a rank waits for the others of its scheduler, once a step: as an engine's do in their all-reduces.
+
+    Else those that wait for nobody run ahead, what they free stays in the group's limbo until the last one has come,
+    and how many slots that is differs from run to run.
+    """
+    return worker.allocator.meet if isinstance(worker.allocator, GroupCalls) else lambda: None
 
 
 def _next_go() -> Go:
@@ -123,12 +145,15 @@ def _next_go() -> Go:
     return Go.from_line(line)
 
 
-def _step_through(scheduler: Scheduler, pace: Pace, reporter: _Reporter, chance: random.Random) -> None:
+def _step_through(
+    scheduler: Scheduler, pace: Pace, reporter: _Reporter, chance: random.Random, meet: Callable[[], None]
+) -> None:
     blocked = False
     while not scheduler.done:
         pace.hold(scheduler.clock_ms, partial(reporter.tick, scheduler, blocked))
         blocked = not scheduler.step()
         reporter.tick(scheduler, blocked)
+        meet()
         if blocked:
             time.sleep(chance.uniform(*_BLOCKED_SLEEP_S))
 

@@ -10,7 +10,7 @@ import click
 from mambapool.pool.exits import EXIT_DONE, EXIT_FAILED, EXIT_NOT_REACHABLE, EXIT_USAGE
 from mambapool.service.commands.common import running_daemon
 from mambapool.service.commands.manual import Command
-from mambapool.service.options import DURATION, dir_option, json_option, option
+from mambapool.service.options import DURATION, dir_option, json_option, option, timeout_option
 
 
 @click.command(
@@ -30,7 +30,7 @@ from mambapool.service.options import DURATION, dir_option, json_option, option
 @dir_option
 @json_option
 @option("--older-than", type=DURATION, default="0s", metavar="T", help="List only what is held for longer.")
-@option("--timeout", type=DURATION, default="2s", show_default=True, metavar="T", help="Wait so long for it.")
+@timeout_option
 def audit(directory: str | None, as_json: bool, older_than: float, timeout: float) -> None:
     """Check that every slot is in exactly one state, and list who holds what for how long, and what for.
 

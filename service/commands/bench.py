@@ -11,8 +11,12 @@ import click
 
 from mambapool.pool.errors import ConfigError
 from mambapool.pool.exits import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
+from mambapool.pool.regular_files import read_regular
 from mambapool.service.commands.manual import Command
 from mambapool.service.options import json_option, option
+
+#: Ours has some ten thousand; it is looked for in every folder above.
+_MOST_PROJECT_BYTES = 2**20
 
 
 @click.command(
@@ -56,7 +60,9 @@ def _checkout(place: Path) -> Path:
 
 def _is_ours(project: Path) -> bool:
     try:
-        found: bool = tomllib.loads(project.read_text())["project"]["name"] == "mambapool"
+        found: bool = (
+            tomllib.loads(read_regular(project, _MOST_PROJECT_BYTES).decode())["project"]["name"] == "mambapool"
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return False
     return found

@@ -9,7 +9,10 @@ import click
 from mambapool.pool.exits import EXIT_DONE, EXIT_FAILED, EXIT_NOT_REACHABLE, EXIT_USAGE
 from mambapool.service.commands.common import running_daemon
 from mambapool.service.commands.manual import Command
-from mambapool.service.options import DURATION, dir_option, json_option, option
+from mambapool.service.options import dir_option, json_option, timeout_option
+
+#: Below ``protocol.MAX_NUMBER``, which is written out here: importing it imports numpy, for every ``--help``.
+SESSION = click.IntRange(1, 2**63 - 1)
 
 
 @click.command(
@@ -24,11 +27,12 @@ from mambapool.service.options import DURATION, dir_option, json_option, option
         EXIT_NOT_REACHABLE: "no daemon is ready there, or it does not answer",
     },
 )
-@click.argument("holder", type=int)
+@click.argument("holder", type=SESSION)
+# No variable sets it: it shall be said each time, of the session that is meant.
 @click.option("--force", is_flag=True, help="Evict it although its process lives and may still write.")
 @dir_option
 @json_option
-@option("--timeout", type=DURATION, default="2s", show_default=True, metavar="T", help="Wait so long for it.")
+@timeout_option
 def evict_command(holder: int, force: bool, directory: str | None, as_json: bool, timeout: float) -> None:
     """End session number HOLDER (see `mambapool status`) and free what it holds.
 

@@ -14,7 +14,7 @@ from mambapool.pool.exits import EXIT_DONE, EXIT_FAILED, EXIT_NOT_REACHABLE, EXI
 from mambapool.pool.runtime_dir import RuntimeDir
 from mambapool.service.commands.common import running_daemon
 from mambapool.service.commands.manual import Command
-from mambapool.service.options import DURATION, dir_option, json_option, option
+from mambapool.service.options import TIMEOUT, dir_option, json_option, option
 
 
 @click.command(
@@ -62,7 +62,7 @@ from mambapool.service.options import DURATION, dir_option, json_option, option
     metavar="FILE.png",
     help="Draw who held how many slots when, and who waited; also .svg, .pdf. Needs mambapool[plot].",
 )
-@option("--timeout", type=DURATION, default="5s", show_default=True, metavar="T", help="Wait for an answer.")
+@option("--timeout", type=TIMEOUT, default="5s", show_default=True, metavar="T", help="Wait for an answer.")
 @json_option
 def replay(
     traces: tuple[Path, ...],

@@ -14,7 +14,7 @@ from mambapool.pool.runtime_dir import RuntimeDir, candidates, check_pool_name
 from mambapool.service.commands.common import running_daemon
 from mambapool.service.commands.manual import Command
 from mambapool.service.config import DEFAULT_POOL
-from mambapool.service.options import DURATION, dir_option, json_option, option
+from mambapool.service.options import dir_option, json_option, option, timeout_option
 
 
 @click.command(
@@ -44,7 +44,7 @@ from mambapool.service.options import DURATION, dir_option, json_option, option
 )
 @dir_option
 @json_option
-@option("--timeout", type=DURATION, default="2s", show_default=True, metavar="T", help="Wait so long for it.")
+@timeout_option
 def status(of_keeper: bool, pool: str, rank: int, directory: str | None, as_json: bool, timeout: float) -> None:
     """Show pools, holders and counts of a running daemon. Counts are of slots.
 

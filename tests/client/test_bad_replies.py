@@ -106,7 +106,8 @@ def between(directory: Path, shared_daemon: Daemon, monkeypatch: pytest.MonkeyPa
 def attach(directory: Path, between: Between, shared_daemon: Daemon) -> Iterator[Callable[[], Worker]]:
     name = f"spoiled-{directory.parent.name[-8:].lower().replace('.', '-')}"
     with connect(shared_daemon.dir, pool=name, create_slots=8):
-        os.symlink(shared_daemon.dir / f"{name}.table", directory / f"{name}.table")
+        # The same file: a link would not be followed.
+        os.link(shared_daemon.dir / f"{name}.table", directory / f"{name}.table")
         with contextlib.ExitStack() as workers:
             yield lambda: workers.enter_context(connect(directory, pool=name, timeout=2.0))
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from daemons import wait_until
 from fresh_pool import FreshPool, FreshPoolFactory, ids
+from groups import join
+from processes import paused
 
+from mambapool.client import Worker
 from mambapool.client.allocator import SlotAllocator
 from mambapool.pool.errors import ClientClosed
 
@@ -78,6 +83,59 @@ def test_threads_that_close_at_once_close_once(pool: FreshPool) -> None:
         thread.join()
     assert pool.available == 16
     assert len(pool.status()["holders"]) == 1
+
+
+WAITS: dict[str, Callable[[Worker], object]] = {
+    "alloc": lambda worker: worker.allocator.alloc(1, timeout=60.0),
+    "alloc of several": lambda worker: worker.allocator.alloc(3, timeout=60.0),
+    "accept": lambda worker: worker.accept(timeout=60.0),
+}
+
+
+@pytest.mark.parametrize("call", WAITS)
+@pytest.mark.parametrize("guarantee", [0, 4])
+def test_a_call_that_waits_meanwhile_raises_the_same(pool: FreshPool, call: str, guarantee: int) -> None:
+    worker = pool.connect(guarantee=guarantee)
+    taken = pool.allocator().alloc(16 - guarantee)
+    if guarantee:
+        assert worker.allocator.alloc(guarantee) is not None
+    assert taken is not None
+    with ThreadPoolExecutor(3) as threads:
+        waiting = [threads.submit(WAITS[call], worker) for _ in range(3)]
+        # With a guarantee an alloc waits for its own list, and says so to nobody.
+        if not (guarantee and call != "accept"):
+            before = worker.messages
+            wait_until(lambda: worker.messages > before or worker._transport.connection.waiting, "it has asked")
+        worker.close()
+        for each in waiting:
+            with pytest.raises(ClientClosed, match="connect again"):
+                each.result(timeout=10.0)
+
+
+def test_a_wait_for_what_nobody_applies_any_more_raises_the_same(pool: FreshPool) -> None:
+    """The free list is settled when what was posted is applied; a close while the daemon is stopped ends that."""
+    worker = pool.connect(timeout=30.0)
+    assert worker.allocator.alloc(2) is not None
+    with paused(pool.daemon), ThreadPoolExecutor(1) as threads:
+        worker.allocator.free(torch.tensor([1]))
+        asked = threads.submit(lambda: worker.allocator.free_slots)
+        wait_until(worker.allocator._calls.lock.locked, "it waits")
+        worker.close()
+        with pytest.raises(ClientClosed, match="connect again"):
+            asked.result(timeout=10.0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_waits_for_another_raises_the_same_when_it_is_closed(pool: FreshPool, rank: int) -> None:
+    ranks = join(pool, 2, timeout=30.0)
+    worker = ranks[rank]
+    # Rank 1 waits for rank 0's answer; rank 0, which clears, for rank 1's work.
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(worker.allocator.clear)
+        wait_until(lambda: worker.allocator._group.position, "it has made its call")  # type: ignore[attr-defined]
+        worker.close()
+        with pytest.raises(ClientClosed, match="connect again"):
+            waiting.result(timeout=10.0)
 
 
 class _Stop(Exception):

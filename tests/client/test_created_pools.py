@@ -7,7 +7,7 @@ from daemons import Daemon
 from fresh_pool import FreshPool, FreshPoolFactory, granted, ids
 
 from mambapool.client import connect
-from mambapool.pool.errors import GeometryMismatch, MambaPoolError, ProtocolError, UnknownPool
+from mambapool.pool.errors import ConfigError, GeometryMismatch, MambaPoolError, UnknownPool
 
 
 def test_others_share_it_whether_or_not_they_would_have_made_it(fresh_pool: FreshPoolFactory) -> None:
@@ -56,7 +56,7 @@ def test_it_has_no_states(fresh_pool: FreshPoolFactory) -> None:
 
 @pytest.mark.parametrize("slots", [0, -1, 2**20 + 1, 2**40, "8"])
 def test_a_size_that_no_pool_can_have_is_refused(shared_daemon: Daemon, slots: int) -> None:
-    with pytest.raises(ProtocolError, match=r"create_slots must be a whole number from 1 to"):
+    with pytest.raises(ConfigError, match=r"create_slots must be a whole number from 1 to"):
         connect(shared_daemon.dir, "impossible", create_slots=slots)
     assert "impossible" not in [pool["name"] for pool in shared_daemon.status()["pools"]]
 

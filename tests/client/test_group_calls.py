@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from groups import join, on_all
 from mambapool.client import Worker
 from mambapool.client.allocator import SlotAllocator
 from mambapool.client.group import COMPARE_EVERY
+from mambapool.client.group_calls import GroupCalls
 from mambapool.pool.errors import DoubleFree, GroupBroken, InvalidSlots, NotHolder, RankDiverged
 from mambapool.pool.group_page import LEAD
 
@@ -320,3 +323,50 @@ def test_rank_0_waits_before_it_overwrites_answers_that_are_unread(fresh_pool: F
     answers.append(run(second))
     leading.join()
     assert answers[0] == answers[1]
+
+
+def test_a_rank_that_meets_the_others_waits_until_each_has_come_as_far(pool: FreshPool) -> None:
+    first, second = (worker.allocator for worker in join(pool, 2, timeout=30.0))
+    assert isinstance(first, GroupCalls)
+    assert isinstance(second, GroupCalls)
+    happened = []
+
+    def meet() -> None:
+        first.meet()
+        happened.append("met")
+
+    first.free(granted(first.alloc(3)))  # which waits for nobody
+    with ThreadPoolExecutor(1) as threads:
+        meeting = threads.submit(meet)
+        wait_until(first._group.lock.locked, "it waits for the other one")
+        slots = granted(second.alloc(3))
+        happened.append("came nearer")
+        second.free(slots)
+        meeting.result(timeout=10.0)
+    assert happened == ["came nearer", "met"]
+    second.meet()
+    # What was freed is nobody's business any more: the next request takes it along, all of it.
+    assert first._group.passed() == first._group.position == second._group.position
+
+
+@pytest.mark.parametrize("how", ["left", "is late"])
+def test_a_rank_that_does_not_come_is_named_where_the_others_meet(pool: FreshPool, how: str) -> None:
+    ranks = join(pool, 2, timeout=30.0 if how == "left" else 0.3)
+    first = ranks[0].allocator
+    assert isinstance(first, GroupCalls)
+    first.free(granted(first.alloc(3)))
+    if how == "left":
+        ranks[1].close()
+    began = time.monotonic()
+    with pytest.raises(GroupBroken, match=r"rank 1 \(session \d+, pid \d+\)"):
+        first.meet()
+    assert time.monotonic() - began < 10.0
+
+
+def test_a_rank_that_left_after_the_same_calls_is_met(pool: FreshPool) -> None:
+    ranks = join(pool, 2, timeout=30.0)
+    on_all(ranks, lambda rank: rank.allocator.free(granted(rank.allocator.alloc(3))))
+    ranks[1].close()
+    first = ranks[0].allocator
+    assert isinstance(first, GroupCalls)
+    first.meet()

@@ -139,9 +139,9 @@ def test_a_guarantee_that_is_not_free_yet_is_named_by_who_waits_for_it(pool: Fre
     ("options", "text"),
     [
         ({"group": "g", "rank": 2, "world_size": 2}, "rank 2 is out of range: group g has ranks 0 to 1"),
-        ({"group": "g", "rank": -1, "world_size": 2}, "rank -1 is out of range"),
-        ({"group": "g", "rank": 0, "world_size": 0}, "world_size must be 1 to 256, not 0"),
-        ({"group": "g", "rank": 0, "world_size": 257}, "world_size must be 1 to 256, not 257"),
+        ({"group": "g", "rank": -1, "world_size": 2}, "rank must be a whole number from 0 to 65536, not -1"),
+        ({"group": "g", "rank": 0, "world_size": 0}, "world_size must be a whole number from 1 to 256, not 0"),
+        ({"group": "g", "rank": 0, "world_size": 257}, "world_size must be a whole number from 1 to 256, not 257"),
         ({"group": "a b", "rank": 0, "world_size": 2}, "group name 'a b'"),
         ({"group": "", "rank": 0, "world_size": 2}, "group name ''"),
         ({"group": "g" * 49, "rank": 0, "world_size": 2}, "group name"),

@@ -13,7 +13,7 @@ import torch
 from daemons import SMALL_STATE, Daemon, start_daemon
 
 from mambapool.client import connect
-from mambapool.pool.errors import ConfigError, GeometryMismatch, ProtocolError
+from mambapool.pool.errors import ConfigError, GeometryMismatch
 
 #: SMALL_STATE, as a client describes it.
 CONV = (torch.bfloat16, (2, 6, 3))
@@ -88,7 +88,7 @@ def test_an_expectation_that_is_none_says_what_to_pass(with_states: Daemon, expe
 
 @pytest.mark.parametrize("rank", [-1, 2**16 + 1, "0"])
 def test_a_rank_that_is_none_is_refused(with_states: Daemon, rank: Any) -> None:
-    with pytest.raises(ProtocolError, match="rank must be a whole number"):
+    with pytest.raises(ConfigError, match="rank must be a whole number"):
         connect(with_states.dir, rank=rank)
 
 

@@ -14,7 +14,8 @@ from leased_clients import log_lines
 from mambapool.client import Worker
 from mambapool.client.operators import evict as evict_directly
 from mambapool.pool.errors import AllocatorUnavailable, MambaPoolError
-from mambapool.pool.exits import EXIT_DONE, EXIT_FAILED, EXIT_NOT_REACHABLE
+from mambapool.pool.exits import EXIT_DONE, EXIT_FAILED, EXIT_NOT_REACHABLE, EXIT_USAGE
+from mambapool.pool.protocol import MAX_NUMBER
 
 
 @pytest.fixture
@@ -42,6 +43,15 @@ def test_a_living_session_is_refused_and_goes_on(pool: FreshPool) -> None:
     assert refused.stdout == ""
     worker.allocator.free(slots)
     assert ids(worker.allocator.alloc(1)) == [4]
+
+
+def test_the_largest_number_that_the_wire_carries_is_asked_for(pool: FreshPool) -> None:
+    refused = evict(pool, MAX_NUMBER - 1)
+    assert refused.returncode == EXIT_FAILED
+    assert f"there is no session {MAX_NUMBER - 1}" in refused.stderr
+    beyond = evict(pool, MAX_NUMBER)
+    assert beyond.returncode == EXIT_USAGE
+    assert f"{MAX_NUMBER} is not in the range 1<=x<={MAX_NUMBER - 1}" in beyond.stderr
 
 
 def test_force_ends_it_with_a_warning_and_says_what_came_free(pool: FreshPool) -> None:

@@ -257,3 +257,14 @@ def test_slots_that_came_by_a_transfer_go_back_from_a_guarantee(pool: FreshPool)
     assert on_all(ranks, lambda rank: rank.allocator.available_size()) == [5, 5]
     on_all(ranks, lambda rank: rank.allocator.clear())
     wait_until(lambda: pool.available == 11, "all that were transferred have come back")
+
+
+def test_a_pool_of_which_a_rank_has_left_can_be_audited(pool: FreshPool) -> None:
+    before = pool.daemon.allocator_pid
+    ranks = join(pool, 2)
+    on_all(ranks, lambda rank: rank.allocator.alloc(3))
+    ranks[1].close()
+    states = {holder["rank"]: holder["state"] for holder in pool.status()["holders"] if holder["group"]}
+    assert states == {0: "live", 1: "gone"}
+    pool.daemon.audit(pool.name)
+    assert (pool.held_by(ranks[0]), pool.daemon.allocator_pid) == ({1, 2, 3}, before)

@@ -58,6 +58,9 @@ def test_schedulers_share_a_pool_over_the_shipped_trace(daemon_with_states: Daem
     assert summary.ok
     assert (summary.requests, summary.finished, summary.mismatches, summary.waits) == (60, 60, 0, 0)
     assert summary.messages <= 0.3 * summary.steps
+    assert summary.mean_held is not None
+    assert summary.partitioned_sum is not None
+    assert summary.partitioned_need is not None
     assert 0 < summary.mean_held < summary.peak_held <= summary.partitioned_sum <= summary.partitioned_need
     assert summary.partitioned_need <= summary.slots == 300
     assert seen[-1] == (60, 60)
@@ -84,6 +87,8 @@ def test_a_pool_that_is_too_small_for_all_makes_requests_wait_and_serves_them(
     summary = run_replay(options_for(daemon, limit=30, route="prefix"), unwatched)
     assert summary.ok
     assert summary.waits > 0
+    assert 3 <= summary.peak_held <= summary.slots == 8
+    assert (summary.mean_held, summary.partitioned_need, summary.partitioned_sum) == (None, None, None)
     assert summary.messages <= 0.3 * summary.steps
     assert daemon.pool()["free"] == 8
 
@@ -99,6 +104,21 @@ def test_schedulers_may_be_groups_of_ranks_that_wait_for_slots_alike(daemon_fact
     assert 0 < summary.messages <= 0.3 * summary.steps
     pool = daemon.pool()
     assert (pool["free"], pool["holders"]) == (8, [])
+
+
+@pytest.mark.heavy
+def test_equal_replays_of_groups_find_equal_figures_on_a_pool_that_is_just_large_enough(
+    daemon_factory: DaemonFactory,
+) -> None:
+    """The ranks of a scheduler go in step: what lies in limbo is what an engine's would have there."""
+    daemon = daemon_factory(slots=124, states=SMALL_STATE, options=("--tp-size", "2"))
+    runs = [run_replay(options_for(daemon, limit=200, tp_size=2), unwatched) for _ in range(3)]
+    found = [
+        (run.waits, run.steps, run.peak_held, run.mean_held, run.partitioned_need, run.partitioned_sum)
+        for run in runs
+    ]
+    assert found[0] == found[1] == found[2]
+    assert (runs[0].waits, runs[0].in_step, runs[0].partitioned_sum) == (0, True, 123)
 
 
 def test_a_group_with_a_guarantee_sends_no_message(daemon_factory: DaemonFactory) -> None:

@@ -675,9 +675,14 @@ def test_a_file_is_refused_one_byte_above_the_limit(tmp_path: Path) -> None:
         load_model_config(file)
 
 
-def test_an_endless_file_is_refused() -> None:
-    with pytest.raises(ModelConfigError, match="/dev/zero has more than"):
+def test_an_endless_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelConfigError, match=r"/dev/zero cannot be read \(it is a device, not a regular file"):
         load_model_config("/dev/zero")
+    endless = tmp_path / "config.json"
+    endless.touch()
+    os.truncate(endless, 2**40)  # a hole, which takes no room
+    with pytest.raises(ModelConfigError, match=r"config\.json has more than"):
+        load_model_config(endless)
 
 
 def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path: Path) -> None:

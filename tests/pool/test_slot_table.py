@@ -134,7 +134,7 @@ def truncate(size: int) -> Callable[[Path], object]:
         (truncate(8192), ProtocolError, "has 8192 bytes, its header says 16384"),
         (truncate(100), ProtocolError, "is no slot table: 100 bytes"),
         (truncate(0), ProtocolError, "is no slot table: 0 bytes"),
-        (lambda path: (path.unlink(), path.mkdir()), ProtocolError, "is no slot table"),
+        (lambda path: (path.unlink(), path.mkdir()), RuntimeDirError, "cannot open .*Is a directory"),
         (Path.unlink, RuntimeDirError, "cannot open the slot table .*No such file"),
     ],
 )

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from daemons import SMALL_STATE, Daemon, start_daemon
 
 from mambapool.service.cli import command_line
-from mambapool.service.options import DURATION, SIZE
+from mambapool.service.options import DURATION, SIZE, TIMEOUT
 
 USAGE, FAILED, NOT_REACHABLE = 2, 1, 4
 
@@ -38,13 +38,17 @@ RIGHT = {
     "audit": "--dir {daemon}",
 }
 
-NUMBERS = ("abc", "1.5", "", "1e3", "0x10", "９９x", "1 2", "--json", "-1", "9" * 30)
+NUMBERS = (
+    *("abc", "1.5", "", "1e3", "0x10", "９９x", "1 2", "--json", "-1"),
+    *(str(2**63), str(2**64), "9" * 30, "9" * 5000),  # no int64, no uint64, nothing that Python reads as a number
+)
 POSITIVE_FLOATS = ("abc", "", "nan", "inf", "-1", "0", "1,5")
-DURATIONS = ("5", "-1s", "soon", "", "1.s", "9" * 30 + "h", "nan s")
-SIZES = ("20Gib", "-1GiB", "", "much", "1e9", "nan")
+DURATIONS = ("5", "-1s", "soon", "", "1.s", "9" * 30 + "h", "9" * 5000 + "s", "nan s")
+SIZES = ("20Gib", "-1GiB", "", "much", "1e9", "nan", "9" * 5000, "9" * 5000 + "GiB")
 FILES = (
     *("{}/missing", "{}/folder", "{}/binary", "{}/empty", "{}/config.json/x", "{}/loop", "{}/deep", "{}/list"),
-    *("{}/" + "n" * 300, "n/" * 2500, "a\0b", "\udcff\udcfe", "/dev/null", ""),
+    *("{}/" + "n" * 300, "n/" * 2500, "a\0b", "\udcff\udcfe", ""),
+    *("/dev/null", "/dev/zero", "{}/fifo", "{}/fifo.csv", "{}/endless", "{}/endless.jsonl"),
 )
 DIRECTORIES = (
     *("", "{}/config.json", "{}/config.json/x", "{}/open", "{}/loop", "{}/" + "long" * 25, "n/" * 2500),
@@ -63,7 +67,7 @@ TEXTS = {
         "a\0=float32:1x2",
     ),
     "--route": ("best", "", "RR"),
-    "--plot": ("picture", "x.gif", "", "{}/none/x.png", "{}/folder", "{}/folder.png"),
+    "--plot": ("picture", "x.gif", "", "{}/none/x.png", "{}/folder", "{}/folder.png", "{}/fifo.png"),
 }
 
 
@@ -107,8 +111,8 @@ def mistakes(names: tuple[str, ...]) -> list[Mistake]:
 def _of_argument(names: tuple[str, ...], argument: click.Argument) -> list[Mistake]:
     rest = RIGHT.get(names[0], "").split()[1:]
     found = [Mistake([*names, *rest])]
-    if argument.type is click.INT:
-        return found + [Mistake([*names, *rest, value]) for value in NUMBERS if value != "9" * 30]
+    if isinstance(argument.type, type(click.INT)):
+        return found + [Mistake([*names, *rest, value]) for value in NUMBERS]
     if isinstance(argument.type, click.Choice):
         return found + [Mistake([*names, *rest, value]) for value in ("tcsh", "", "BASH", "bash zsh")]
     # No shell can pass a NUL, and click looks at a path's file by itself.
@@ -123,7 +127,7 @@ def _of_option(right: list[str], option: click.Option) -> list[Mistake]:
     found = [Mistake([*right, flag])]
     values, statuses = _bad_values(right, option)
     found += [Mistake([*right, flag, value], statuses) for value in values]
-    if option.type is click.INT and isinstance(option.envvar, str) and flag not in right:
+    if isinstance(option.type, type(click.INT)) and isinstance(option.envvar, str) and flag not in right:
         found.append(Mistake(right, statuses, {option.envvar: "many"}))
     return found
 
@@ -137,11 +141,13 @@ def _bad_values(right: list[str], option: click.Option) -> tuple[tuple[str, ...]
     if flag in TEXTS:
         return TEXTS[flag], (USAGE,)
     if flag == "--config":  # one that says nothing may be
-        return tuple(file for file in FILES if file not in ("{}/empty", "/dev/null")), (USAGE,)
+        return tuple(file for file in FILES if file != "{}/empty"), (USAGE,)
     if flag == "--model":
         return FILES, (USAGE,)
     if kind is DURATION:
         return DURATIONS, (USAGE,)
+    if kind is TIMEOUT:
+        return (*DURATIONS, "0s", "0ms", "0.5ms", "0.0000001s"), (USAGE,)
     if kind is SIZE:
         return SIZES, (USAGE,)
     if isinstance(kind, click.Choice):
@@ -155,11 +161,14 @@ def _bad_values(right: list[str], option: click.Option) -> tuple[tuple[str, ...]
 
 #: Runs command lines, each as ``python -m mambapool.service`` does, in one process; says what would have been started.
 RUN = """
-import contextlib, io, json, os, sys, traceback
+import contextlib, io, json, os, resource, sys, traceback
 from mambapool.pool import keeper
 from mambapool.pool.runtime_dir import RuntimeDir
 from mambapool.service import serve, server
 from mambapool.service.cli import main
+
+# What reads a file that has no end fails, and takes no machine with it.
+resource.setrlimit(resource.RLIMIT_DATA, (2 * 2**30, resource.RLIM_INFINITY))
 
 def start(config, *_):
     RuntimeDir.for_server(config.dir)
@@ -208,6 +217,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "deep").write_text("[" * 10_000)
     (place / "list").write_text('[1, {"a": "b"}]')
     (place / "loop").symlink_to(place / "loop")
+    for name in ("fifo", "fifo.csv", "fifo.png"):
+        os.mkfifo(place / name)
+    for name in ("endless", "endless.jsonl"):
+        (place / name).touch()
+        os.truncate(place / name, 2**40)  # takes no room
     (place / "folder").mkdir()
     (place / "folder.png").mkdir()
     (place / "open").mkdir()
@@ -254,6 +268,19 @@ def test_the_doctor_finds_a_bad_directory_as_it_does_anything_else(directory: st
     result = CliRunner().invoke(command_line, ["doctor", "--json", "--dir", directory.replace("{}", str(place))])
     (found,) = [finding for finding in json.loads(result.stdout) if finding["what"] == "runtime directory"]
     assert (result.exit_code, found["state"], found["todo"]) == (FAILED, "bad", "name another with --dir")
+
+
+def test_every_flag_but_one_has_an_environment_variable_as_the_help_says() -> None:
+    without = [
+        f"{' '.join(names)} {parameter.opts[0]}"
+        for names, command in COMMANDS.items()
+        for parameter in command.params
+        if isinstance(parameter, click.Option) and parameter.envvar is None
+    ]
+    assert without == ["evict --force"]
+    assert "Every flag but `evict --force` has" in " ".join(
+        CliRunner().invoke(command_line, ["--help"]).output.split()
+    )
 
 
 def test_a_group_without_a_command_shows_its_help() -> None:

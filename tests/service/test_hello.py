@@ -10,8 +10,17 @@ from dispatching import EPOCH, Client, Connection, everything, hello_map, make_r
 
 from mambapool.pool import protocol
 from mambapool.pool.errors import ProtocolError, VersionMismatch
-from mambapool.pool.protocol import GEOMETRY_MISMATCH, HELLO, MALFORMED, OK, REFUSED, UNKNOWN_POOL, WRONG_VERSION
-from mambapool.service.attach import MAX_CREATED_SLOTS, AttachRequest
+from mambapool.pool.protocol import (
+    GEOMETRY_MISMATCH,
+    HELLO,
+    MALFORMED,
+    MAX_CREATED_SLOTS,
+    OK,
+    REFUSED,
+    UNKNOWN_POOL,
+    WRONG_VERSION,
+)
+from mambapool.service.attach import AttachRequest
 from mambapool.service.dispatcher import Dispatcher
 
 

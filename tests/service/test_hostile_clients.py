@@ -24,6 +24,8 @@ from mambapool.pool.protocol import NONE, OK, pack
 MOST_GROWTH_BYTES = 5_000_000
 
 CONNECTIONS = 1000
+#: The allocator keeps the replies of 1,024.
+MOST_REQUESTS = 5000
 SLOTS = 64
 
 
@@ -121,15 +123,27 @@ def test_a_greedy_client_gets_what_there_is_and_no_more(daemon: Daemon) -> None:
 def test_a_client_that_opens_ever_more_requests_is_refused_at_a_limit(daemon: Daemon, good: RawSession) -> None:
     with contextlib.closing(RawSession(daemon.dir)) as hoarder:
         assert hoarder.hello()[0] == OK
-        header = (hoarder.number, hoarder.epoch)
-        seen: set[int] = set()
-        for number in range(2, 5000):
+        answered: dict[int, int] = {}
+
+        def alloc(number: int) -> None:
             # It never says that a reply has arrived: the allocator has to keep all of them.
-            hoarder.send_body(pack((protocol.ALLOC, header[0], number, header[1], 0, 0, SLOTS + 1, None, False)))
+            fields = (protocol.ALLOC, hoarder.number, number, hoarder.epoch, 0, 0, SLOTS + 1, None, False)
+            hoarder.send_body(pack(fields))
             while hoarder.arrived():
-                seen.add(protocol.unpack(hoarder._socket.recv(), 1000)[2])
-        wait_until(lambda: not hoarder.arrived() or hoarder._socket.recv(), "all has come")
-        assert seen == {NONE, protocol.MALFORMED}
+                request_id, _, status, *_ = protocol.unpack(hoarder._socket.recv(), 1000)
+                answered[request_id] = status
+
+        def last_is_answered() -> bool:
+            alloc(MOST_REQUESTS)  # again, should its reply have found the pipe full
+            return MOST_REQUESTS in answered
+
+        for number in range(2, MOST_REQUESTS + 1):
+            alloc(number)
+        # Answers come in order: then all have come.
+        wait_until(last_is_answered, "the last one is answered")
+        assert answered[2] == NONE
+        assert answered[MOST_REQUESTS] == protocol.MALFORMED
+        assert set(answered.values()) == {NONE, protocol.MALFORMED}
 
 
 @pytest.mark.parametrize("door", ["allocator.sock", "lease.sock"])

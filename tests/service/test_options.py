@@ -16,6 +16,7 @@ from mambapool.service.options import (
     option,
     parse_duration,
     parse_size,
+    parse_timeout,
     pool_options,
 )
 
@@ -33,6 +34,13 @@ def test_a_text_that_is_no_duration_is_refused_with_an_example(text: str) -> Non
     with pytest.raises(ConfigError, match=r"is not a duration: .* 250ms") as caught:
         parse_duration(text)
     assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["0s", "0.9ms", "0.0009s", "0h"])
+def test_a_wait_in_which_nobody_can_answer_is_refused(text: str) -> None:
+    assert parse_timeout("1ms") == pytest.approx(0.001)
+    with pytest.raises(ConfigError, match=f"^'{text}' is too short to wait for an answer: 1ms at least"):
+        parse_timeout(text)
 
 
 @pytest.mark.parametrize("text", [f"{MAX_DURATION_S + 1}s", "999999999999h", "9" * 400 + "ms"])

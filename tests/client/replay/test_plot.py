@@ -31,7 +31,15 @@ def result(
 def summary(**changes: Any) -> ReplaySummary:
     usual: dict[str, Any] = dict.fromkeys(ReplaySummary.__dataclass_fields__, 0)
     return ReplaySummary(
-        **{**usual, "slots": 16, "peak_held": 9, "partitioned_need": 12, "findings": (), **changes}
+        **{
+            **usual,
+            "slots": 16,
+            "peak_held": 9,
+            "partitioned_need": 12,
+            "findings": (),
+            "in_step": True,
+            **changes,
+        }
     )
 
 
@@ -56,7 +64,7 @@ def test_a_picture_of_any_kind_is_drawn(tmp_path: Path, kind: str, waits: int) -
         result((0.0, 3), (500.0, 9), (1500.0, 3), end_ms=2000.0, waiting=((100.0, 2), (700.0, 0))),
         result((300.0, 3), end_ms=1000.0),
     ]
-    draw_plot(path, summary(waits=waits), results, ["a.jsonl", "b" * 50])
+    draw_plot(path, summary(waits=waits, in_step=not waits), results, ["a.jsonl", "b" * 50])
     starts = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
     assert path.read_bytes().startswith(starts[kind])
     if kind == ".svg":

@@ -41,6 +41,23 @@ def test_a_request_runs_its_steps_and_gives_its_slots_back(
     assert len(pool.free) == 9
 
 
+def test_it_looks_how_much_is_in_use_when_it_has_taken_some(
+    make_pool: MakePool, make_requests: MakeRequests
+) -> None:
+    """Whoever has them: by the schedulers' own clocks, which drift apart where they wait, it could be more than all."""
+    pool = make_pool(8)
+    requests = make_requests([(0, 20)] * 4)
+    schedulers = [
+        Scheduler(pool.connect(), requests, track=2, step_ms=STEP_MS, in_use=lambda: pool.slots - len(pool.free))
+        for _ in range(2)
+    ]
+    assert pool.connect().alloc(1) is not None
+    run(*schedulers)
+    results = [scheduler.finish() for scheduler in schedulers]
+    assert sum(result.waits for result in results) > 0
+    assert max(result.most_in_use for result in results) == 7
+
+
 def test_steps_without_arrivals_and_ends_send_nothing(make_pool: MakePool, make_requests: MakeRequests) -> None:
     worker = make_pool(9).connect()
     scheduler = Scheduler(worker, make_requests([(0, 50), (60, 5)]), track=2, step_ms=STEP_MS)

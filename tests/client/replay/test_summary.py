@@ -48,8 +48,8 @@ def test_json_has_the_fixed_keys_first() -> None:
 
 def test_counts_are_sums_and_peaks_are_told_apart() -> None:
     later = HeldTimeline([(60.0, 9), (90.0, 0)], 120.0)
-    found = summary(result(), result(held=later, waits=2, alloc_us=[40.0, 20.0]))
-    assert (found.finished, found.steps, found.messages, found.waits) == (10, 20, 40, 2)
+    found = summary(result(), result(held=later, alloc_us=[40.0, 20.0]))
+    assert (found.finished, found.steps, found.messages, found.waits) == (10, 20, 40, 0)
     assert (found.peak_held, found.mean_held) == (9, (6 * 60 + 9 * 30) / 120)
     assert (found.partitioned_need, found.partitioned_sum) == (18, 15)
     assert (found.alloc_p50_us, found.alloc_p99_us) == (20.0, 40.0)
@@ -98,10 +98,24 @@ def test_the_rows_say_what_each_figure_means() -> None:
     assert "equal parts" in rows["partitioned need"][1]
 
 
-def test_peaks_that_the_pool_cut_off_are_said_to_mean_nothing() -> None:
-    rows = {row.label: row.note for row in summary(result(), result(waits=1)).rows()}
-    assert rows["partitioned need"] == rows["partitioned sum"]
-    assert "says nothing" in rows["partitioned need"]
+def test_what_means_nothing_where_requests_waited_is_not_told() -> None:
+    found = summary(result(most_in_use=400), result(waits=1, most_in_use=512))
+    assert (found.waits, found.in_step, found.peak_held) == (1, False, 512), "as the pool saw it"
+    assert (found.mean_held, found.partitioned_need, found.partitioned_sum) == (None, None, None)
+    assert json.loads(json.dumps(found.to_json()))["partitioned_need"] is None
+    rows = {row.label: row for row in found.rows()}
+    assert rows["peak held"].note == "of 512 slots, as the pool saw it: the schedulers' clocks were not in step"
+    for label in ("mean held", "partitioned need", "partitioned sum"):
+        assert rows[label].value == "-"
+        assert "says nothing" in rows[label].note
+
+
+def test_clocks_by_which_more_was_held_than_there_is_are_not_believed() -> None:
+    """Nobody waited: one was done before the other had come so far. Each one's own peak is as it was."""
+    held = HeldTimeline([(0.0, 300), (60.0, 0)], 60.0)
+    found = summary(result(held=held, most_in_use=300), result(held=held, most_in_use=310))
+    assert (found.waits, found.in_step, found.peak_held, found.mean_held) == (0, False, 310, None)
+    assert (found.partitioned_need, found.partitioned_sum) == (600, 600)
 
 
 def test_no_call_that_cost_a_message_has_no_percentile() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +29,22 @@ def test_the_shipped_trace_is_whole() -> None:
     assert requests[0] == Request(0, 0.0, 6758, 500, tuple(range(14)))
     assert requests[-1].arrival_ms == 3_536_999
     assert sum(request.output_length for request in requests) == 4_122_048
+
+
+def test_a_line_without_an_end_is_not_read_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "endless.jsonl"
+    path.write_text(f"{line()}\n{line()}\n")
+    os.truncate(path, 2**40)  # a hole of zeros, which takes no room
+    with pytest.raises(TraceError, match=f"endless.jsonl, line 3: it has more than {trace.MAX_LINE_BYTES} bytes"):
+        trace.load(path)
+    assert len(trace.load(path, limit=2)) == 2
+
+
+def test_a_line_of_the_greatest_length_is_read(write_trace: WriteTrace) -> None:
+    longest = line().ljust(trace.MAX_LINE_BYTES - 1)
+    assert len(trace.load(write_trace(f"{longest}\n{longest}\n"))) == 2
+    with pytest.raises(TraceError, match="line 2: it has more than"):
+        trace.load(write_trace(f"{line()}\n{longest} \n"))
 
 
 def test_a_limit_takes_the_first_requests_and_reads_no_further(write_trace: WriteTrace) -> None:
