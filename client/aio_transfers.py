@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mambapool.client.forms import packed_ids, session_number
+from mambapool.client.forms import packed_ids
 from mambapool.client.loop_calls import LoopCalls, Pending
 from mambapool.client.transfers import Transfers
 from mambapool.pool import protocol
@@ -29,7 +29,6 @@ class AsyncTransfers:
 
     async def offer(self, slots: torch.Tensor, receiver: int) -> None:
         self._calls.check_loop()
-        receiver = session_number(receiver)
         if self._steps.offer_later(slots, receiver):
             return
         ids = self._steps.begin_offer(slots)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mambapool.client.arguments import check_name, check_number, check_optional_number, check_timeout
+from mambapool.client.guarantee_wait import missing_slots
 from mambapool.client.transport import Transport
 from mambapool.client.worker import CLOSE_S, Worker
 from mambapool.pool import protocol
@@ -96,7 +97,12 @@ def connect(
     _check_directory(dir)
     deadline = time.monotonic() + timeout
     directory = _find_daemon(dir, deadline, timeout)
-    transport = Transport(directory, timeout, hello, deadline=deadline)
+    try:
+        transport = Transport(directory, timeout, hello, deadline=deadline)
+    except AllocatorUnavailable as error:
+        if guarantee and (missing := missing_slots(directory, pool, guarantee, timeout)) is not None:
+            raise missing from error
+        raise
     try:
         member = None if group is None else _join(transport, directory, group, rank, deadline)
         return Worker(transport, directory, device, rank, deadline, member)

@@ -6,8 +6,6 @@ import operator
 import struct
 from typing import SupportsIndex
 
-from mambapool.pool.protocol import MAX_NUMBER
-
 
 def whole_number(value: SupportsIndex) -> int:
     """A count of slots: a ``TypeError`` or ``ValueError`` unless it is a whole number of at least 0."""
@@ -15,14 +13,6 @@ def whole_number(value: SupportsIndex) -> int:
     if count < 0:
         raise ValueError(f"{count} slots: expected 0 or more")
     return count
-
-
-def session_number(value: SupportsIndex) -> int:
-    """The number of another session: a ``TypeError`` or ``ValueError`` for what can be none."""
-    number = operator.index(value)
-    if not 0 <= number < MAX_NUMBER:
-        raise ValueError(f"session {number}: expected its number, as the receiver's worker.session has it")
-    return number
 
 
 def tagged(tag: str | None) -> tuple[str, ...]:

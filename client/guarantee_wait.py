@@ -10,7 +10,7 @@ _ASK_S = 0.5
 
 
 def missing_slots(directory: RuntimeDir, pool: str, guarantee: int, timeout: float) -> AllocatorUnavailable | None:
-    """What a client that gave up after ``timeout`` seconds waited for; None: nobody answers, or it is something else."""
+    """What a client that gave up after ``timeout`` seconds waited for; None: nobody answers, or it is none of this."""
     try:
         pools = ask_status(directory, _ASK_S)["pools"]
         (status,) = [known for known in pools if known["name"] == pool]

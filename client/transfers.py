@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mambapool.client.allocator import SlotAllocator
-from mambapool.client.forms import packed_ids, session_number
+from mambapool.client.forms import packed_ids
 from mambapool.client.transport import Transport
 from mambapool.pool import protocol
 from mambapool.pool.errors import InvalidSlots
@@ -34,7 +34,6 @@ class Transfers:
         When the allocator does not answer, the offer is taken back, unless it was accepted before. On a GPU the offer
         is made later, when nothing writes to them.
         """
-        receiver = session_number(receiver)
         if self.offer_later(slots, receiver):
             return
         ids = self.begin_offer(slots)

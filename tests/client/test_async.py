@@ -365,14 +365,6 @@ async def test_what_a_clear_has_freed_is_not_accepted_and_what_came_after_is(
     await all_accounted_for(receiver, pool, set(accepted.tolist()))
 
 
-@pytest.mark.parametrize("to", [None, -1, 10**30])
-async def test_what_is_no_session_is_refused_and_changes_nothing(worker: AsyncWorker, to: Any) -> None:
-    slots = granted(await worker.allocator.alloc(2))
-    with pytest.raises((TypeError, ValueError)):
-        await worker.transfer(slots, to=to)
-    assert worker.allocator._steps.held() == slots.tolist()
-
-
 # Connecting and closing.
 
 

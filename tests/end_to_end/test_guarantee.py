@@ -101,7 +101,9 @@ def test_a_guarantee_that_is_not_covered_in_time_leaves_nothing_behind(pool: Fre
     holder = pool.allocator()
     assert len(ids(holder.alloc(10))) == 10
     began = time.monotonic()
-    with pytest.raises(AllocatorUnavailable, match=r"0\.3 s"):
+    with pytest.raises(
+        AllocatorUnavailable, match=r"not granted within 0\.3 s: 6 of 16 slots .* \(session \d+\) 10"
+    ):
         pool.connect(guarantee=8, timeout=0.3)
     assert 0.3 <= time.monotonic() - began < 1.0
     wait_until(lambda: pool.status()["waiting"] == 0, "nobody waits for it any more")
@@ -109,6 +111,11 @@ def test_a_guarantee_that_is_not_covered_in_time_leaves_nothing_behind(pool: Fre
     assert pool.available == 6
     holder.clear()
     assert pool.connect(guarantee=16).allocator.available_size() == 16
+
+
+def test_a_guarantee_that_no_allocator_answers_is_not_said_to_lack_slots(pool: FreshPool) -> None:
+    with pool.daemon.stopped(), pytest.raises(AllocatorUnavailable, match="no answer within"):
+        pool.connect(guarantee=8, timeout=0.3)
 
 
 def test_a_waiting_guarantee_is_behind_who_came_before_it(pool: FreshPool) -> None:

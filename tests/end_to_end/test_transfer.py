@@ -277,15 +277,6 @@ def test_slots_cannot_be_freed_while_their_offer_is_under_way(
     assert pool.held_by(giver) == set(giver.allocator.held()) == {1, 4}
 
 
-@pytest.mark.parametrize(
-    ("to", "error"), [(None, TypeError), ("2", TypeError), (-1, ValueError), (10**30, ValueError)]
-)
-def test_what_is_no_session_is_refused_and_changes_nothing(giver: Worker, to: Any, error: type[Exception]) -> None:
-    with pytest.raises(error):
-        giver.transfer(torch.tensor([2, 3]), to=to)
-    assert giver.allocator.held() == [1, 2, 3, 4]
-
-
 def test_what_a_clear_has_freed_is_not_accepted(
     pool: FreshPool, giver: Worker, receiver: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
