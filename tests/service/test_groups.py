@@ -209,6 +209,15 @@ def test_a_rank_that_leaves_is_gone_and_answered_like_a_session(engine: Engine) 
     assert ends(page) == [0, gp.LEFT, 0]
 
 
+def test_a_gone_rank_is_audited_as_gone(engine: Engine) -> None:
+    ranks = [engine.client(rank, world_size=2) for rank in range(2)]
+    ranks[1].request(protocol.DETACH)
+    operator = Connection(engine.dispatcher, b"operator")
+    audit = operator.ask(protocol.AUDIT, 0, 1, 0, 0, 0, "default")
+    assert audit[2] == protocol.OK
+    assert [holder["state"] for holder in audit[3]["holders"]] == ["live", "gone"]
+
+
 def test_all_that_died_while_no_allocator_ran_end_at_once(engine: Engine) -> None:
     ranks = [engine.client(rank) for rank in range(3)]
     bystander = engine.client(0, "other", world_size=1)
