@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mambapool.client.background import background
 from mambapool.client.transport import Transport
 from mambapool.client.worker import CLOSE_S, Worker
 from mambapool.pool import protocol
-from mambapool.pool.errors import AllocatorUnavailable, ConfigError, GeometryMismatch
+from mambapool.pool.errors import AllocatorUnavailable, ConfigError, GeometryMismatch, GroupBroken
 from mambapool.pool.group_page import MAX_WORLD_SIZE, check_group_name
 from mambapool.pool.runtime_dir import RuntimeDir, candidates, check_pool_name
 from mambapool.pool.slot_table import owner_word
@@ -90,10 +91,13 @@ def connect(
     if group is not None:
         hello |= {"group": group, "world_size": world_size}
     transport = Transport(directory, timeout, hello, deadline=deadline)
+    # It says that it lives while the other ranks, or the states, are waited for, too.
+    background().add(transport)
     try:
         member = None if group is None else _join(transport, directory, group, rank, deadline)
         return Worker(transport, directory, device, rank, deadline, member)
     except BaseException:
+        background().remove(transport)
         transport.detach(CLOSE_S)
         raise
 
@@ -169,9 +173,15 @@ def _join(transport: Transport, directory: RuntimeDir, name: str, rank: int, dea
 
     session = transport.session
     group = Group(directory.path / session["group"], name, rank, transport.timeout)
-    group.join(deadline)
-    if session["guarantee"] and rank:
+    group.join(transport.number, transport.connection.end, deadline)
+    if (guarantee := session["guarantee"]) and rank:
         # Rank 0 was told by HELLO; the table has the same slots in the same order.
-        owner = owner_word(group.holder)
-        session["granted"] = transport.table.granted(owner, protocol.FIRST_REQUEST).astype("<i4").tobytes()
+        granted = transport.table.granted(owner_word(group.holder), protocol.FIRST_REQUEST)
+        if len(granted) != guarantee:
+            group.check_ends()
+            raise GroupBroken(
+                f"group {name}: its guarantee is {guarantee} slots, and rank 0, session {group.holder}, holds "
+                f"{len(granted)} of them: start all its ranks again"
+            )
+        session["granted"] = granted.astype("<i4").tobytes()
     return group
