@@ -34,16 +34,18 @@ class GroupGuaranteedAllocator(GroupCalls, GuaranteedAllocator):
     ) -> torch.Tensor | None:
         """``need_size`` slots, or None. ``timeout`` waits for nothing: what could free some is the next call."""
         call = ALLOC_ONE if need_size == 1 else call_word(calls.ALLOC, whole_number(need_size))
-        if self._unusable is not None or self._refusals:
-            self._check_usable()
+        if tag is not None:
+            protocol.check_tag(tag)  # before it is a call
+        if self._unusable is not None:
+            self._check_local()
         with self._group.lock:
             self._group.begin(call)
-            return super().alloc(need_size, tag=tag)
+            return super().alloc(need_size)
 
     def available_size(self) -> int:
         """How many slots of the guarantee are free: the same number on every rank that has come as far."""
-        if self._unusable is not None or self._refusals:
-            self._check_usable()
+        if self._unusable is not None:
+            self._check_local()
         with self._group.lock:
             self._group.begin(_AVAILABLE_SIZE)
         return len(self._list)
@@ -51,10 +53,12 @@ class GroupGuaranteedAllocator(GroupCalls, GuaranteedAllocator):
     def alloc_group_begin(self, num_reqs: SupportsIndex, partial: bool = False, tag: str | None = None) -> None:
         """Open a window of ``num_reqs`` slots; all or nothing, unless ``partial``."""
         call = call_word(calls.BEGIN, whole_number(num_reqs), int(bool(partial)))
+        if tag is not None:
+            protocol.check_tag(tag)
         with self.in_turn():
             self._group.begin(call)
             self._group.compare()
-            super().alloc_group_begin(num_reqs, partial, tag)
+            super().alloc_group_begin(num_reqs, partial)
 
     def alloc_group_end(self) -> None:
         """Close the window: what is left unused goes to the end of the list."""
@@ -79,6 +83,10 @@ class GroupGuaranteedAllocator(GroupCalls, GuaranteedAllocator):
                     self._posted.append(protocol.FREE, packed(passed), len(passed))
             self._transport.flush()
             self._forget_applied()
+
+    def _check_usable(self) -> None:
+        # No call here has an answer: what the allocator refused is raised by the next one that has, on every rank.
+        self._check_local()
 
     def _give_transferred(self, slots: list[int]) -> None:
         if not self._group.rank:

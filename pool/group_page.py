@@ -93,7 +93,10 @@ _answer_body = struct.Struct("<7Q")
 
 
 class Answer(NamedTuple):
-    """What rank 0 got for a call. ``value`` is a slot or a number if ``data_items`` is 0; else ids are in the data."""
+    """What rank 0 got for a call. ``value`` is a slot or a number if ``data_items`` is 0; else ids are in the data.
+
+    Of an error the data are the ids at fault, as many as ``value`` says, and the text.
+    """
 
     call: int
     status: int

@@ -99,7 +99,7 @@ def is_there(pool: FreshPool, rank: int, group: str) -> bool:
 def test_nobody_begins_before_the_rank_0_that_took_anothers_place_has_its_guarantee(
     pool: FreshPool, children: Children, evicted: bool
 ) -> None:
-    options = {"group": new_name(), "world_size": 3, "guarantee": 4, "timeout": 20.0}
+    options: dict[str, Any] = {"group": new_name(), "world_size": 3, "guarantee": 4, "timeout": 20.0}
     gone = RemoteClient(children, pool, rank=0, **options)
     wait_until(lambda: pool.status()["held"] == 4, "rank 0 has its guarantee")
     others: list[Any] = []
@@ -130,7 +130,7 @@ def test_nobody_begins_before_the_rank_0_that_took_anothers_place_has_its_guaran
 
 def test_a_rank_that_is_evicted_while_it_waits_for_the_others_is_told_so(pool: FreshPool) -> None:
     found: list[Any] = []
-    options = {"group": new_name(), "world_size": 2}
+    options: dict[str, Any] = {"group": new_name(), "world_size": 2}
     thread = joining(pool, 1, found, timeout=20.0, **options)
     wait_until(lambda: is_there(pool, 1, options["group"]), "rank 1 has joined")
     (session,) = [holder["session"] for holder in pool.status()["holders"] if holder["group"]]
@@ -147,7 +147,7 @@ def test_a_guarantee_that_the_table_does_not_show_whole_is_refused(
 ) -> None:
     granted = SlotTableReader.granted
     monkeypatch.setattr(SlotTableReader, "granted", lambda *arguments: granted(*arguments)[1:])
-    options = {"group": new_name(), "world_size": 2, "guarantee": 4}
+    options: dict[str, Any] = {"group": new_name(), "world_size": 2, "guarantee": 4}
     first: list[Any] = []
     thread = joining(pool, 0, first, **options)
     with pytest.raises(GroupBroken, match=r"its guarantee is 4 slots, and rank 0, session \d+, holds 3 of them"):
