@@ -14,6 +14,7 @@ from mambapool.client.limbo import Limbo
 from mambapool.client.transport import Transport
 from mambapool.pool import group_calls as calls
 from mambapool.pool import protocol
+from mambapool.pool.errors import NotHolder
 from mambapool.pool.group_calls import call_word
 
 
@@ -72,6 +73,12 @@ class GroupGuaranteedAllocator(GroupCalls, GuaranteedAllocator):
         with self.in_turn():
             self._group.begin(call_word(calls.CLEAR))
             super().clear()
+
+    def begin_offer(self, slots: list[int]) -> list[int]:
+        """As :meth:`GroupCalls.begin_offer`; refused before it is a call, as the allocator would refuse it."""
+        if granted := [slot for slot in slots if slot in self._guaranteed]:
+            raise NotHolder("slots of a guarantee cannot be transferred: they are its holder's", granted)
+        return super().begin_offer(slots)
 
     def tick(self) -> None:
         """For the background thread."""

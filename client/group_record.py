@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from mambapool.client.record import HELD, OFFERED, Record
-from mambapool.pool.errors import NotHolder
+from mambapool.pool.errors import InvalidSlots, NotHolder
+from mambapool.pool.slot_table import SlotTableReader
 
 
 class Undecided(Exception):
@@ -18,11 +19,20 @@ class GroupRecord(Record):
     So what is on offer stays marked, accepted or not, until a call of the group says what became of it.
     """
 
+    def __init__(self, table: SlotTableReader, session: int, cells: int = 0) -> None:
+        super().__init__(table, session, cells)
+        #: By which grant the group had what it offered, see :meth:`_grant_of`.
+        self._offered_of: dict[int, tuple[int, int]] = {}
+
     def count(self) -> int:
         """How many slots the group has, offered ones included, as the slot table is now."""
         offered: list[int] = np.flatnonzero(self._view == OFFERED).tolist() if OFFERED in self.marks else []
-        accepted = sum(not self.is_ours(slot) for slot in offered)
+        accepted = sum(not self._is_still_ours(slot) for slot in offered)
         return len(self.marks) - self.marks.count(0) - accepted
+
+    def put_in_window(self, slots: list[int]) -> None:
+        """These are in the group's window: nobody was given them yet, and an offer of them is long over."""
+        self._mark(slots, 0)
 
     def begin_offer(self, slots: list[int]) -> list[int]:
         """These are on offer from now on; refused whole if the group does not hold them all.
@@ -34,6 +44,7 @@ class GroupRecord(Record):
             before = []
         except Undecided:
             before = [slot for slot in slots if self.marks[slot] == OFFERED]
+        self._offered_of.update((slot, self._grant_of(slot)) for slot in slots if slot not in before)
         self._mark(slots, OFFERED)
         return before
 
@@ -47,9 +58,9 @@ class GroupRecord(Record):
         table = self._table
         offered = [slot for slot in slots if self.marks[slot] == OFFERED]
         # In this order: who accepts is written as the holder before the offer ends.
-        if still := [slot for slot in offered if table.offered_to(slot) and self.is_ours(slot)]:
+        if still := [slot for slot in offered if table.offered_to(slot) and self._is_still_ours(slot)]:
             raise NotHolder(f"slots {_named(still)} are offered to another session", still)
-        if gone := [slot for slot in offered if not self.is_ours(slot)]:
+        if gone := [slot for slot in offered if not self._is_still_ours(slot)]:
             raise NotHolder(f"slots {_named(gone)} were offered to another session, which has accepted them", gone)
 
     def end_offers(self, slots: list[int]) -> None:
@@ -60,9 +71,25 @@ class GroupRecord(Record):
         """Whether the slot table says so now."""
         return self._table.holder_of(slot) == self.session
 
+    def _is_still_ours(self, slot: int) -> bool:
+        """Whether the group has it since before it offered it.
+
+        What was accepted may be the group's again, in its window, in its limbo, or by a call that was given up: then
+        nobody was given it.
+        """
+        return self.is_ours(slot) and self._grant_of(slot) == self._offered_of[slot]
+
+    def _grant_of(self, slot: int) -> tuple[int, int]:
+        """How often the slot had been handed out, and which request has brought it to its holder."""
+        return self._table.generation_of(slot), self._table.request_of(slot)
+
     def _refuse_unless_back(self, slots: list[int]) -> None:
         if faulty := [slot for slot in slots if self.marks[slot] not in (HELD, OFFERED)]:
-            self.refuse(faulty)
+            try:
+                self.refuse(faulty)
+            except InvalidSlots as error:
+                # What is wrong the table says, at another rank's look maybe another thing: with which slots it does not.
+                raise type(error)(str(error), faulty) from None
         raise Undecided
 
     def _forget_accepted(self) -> None:

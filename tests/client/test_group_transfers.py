@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from daemons import wait_until
-from fresh_pool import FreshPool, FreshPoolFactory, granted, ids
+from fresh_pool import FreshPool, FreshPoolFactory, drain, granted, ids
 from groups import join, on_all
 
 from mambapool.client import Worker
@@ -123,6 +123,36 @@ def test_a_free_that_is_partly_of_what_nobody_holds_is_no_call(
         ranks[1].allocator.free(torch.tensor([1, 16]))
     assert list(error.value.slots) == [16]
     ends(pool, receiver)
+    on_all(ranks, lambda rank: rank.allocator.free(OFFERED))
+    go_on(pool, ranks)
+
+
+@pytest.mark.parametrize("ends_first", [False, True])
+def test_what_was_accepted_and_is_in_the_groups_window_by_now_is_nobodys_to_free(
+    pool: FreshPool, receiver: Worker, ranks: list[Worker], ends_first: bool
+) -> None:
+    accepted = receiver.accept(timeout=5.0)
+    assert accepted is not None
+    receiver.allocator.free(accepted)
+    wait_until(lambda: pool.available == pool.slots - pool.status()["held"], "it is free")
+    count = ranks[0].allocator.size if ranks[0].allocator.size < pool.slots else pool.available
+    on_all(ranks, lambda rank: rank.allocator.alloc_group_begin(count))
+    if ends_first:
+        on_all(ranks, lambda rank: rank.allocator.alloc_group_end())
+    for rank in ranks:
+        assert refused(rank, "free", OFFERED)[1] == [1, 2]
+    drained = on_all(ranks, lambda rank: sorted(drain(rank.allocator)))
+    assert drained[0] == drained[1] == sorted(set(drained[0]))
+    assert len(drained[0]) == count
+    go_on(pool, ranks)
+
+
+def test_slots_of_a_guarantee_are_refused_before_their_transfer_is_a_call(pool: FreshPool) -> None:
+    ranks = join(pool, 2, guarantee=4)
+    other = pool.connect(name="other")
+    slots = on_all(ranks, lambda rank: granted(rank.allocator.alloc(2)))
+    assert refused(ranks[0], "transfer", slots[0], to=other.session) == ("NotHolder", [1, 2])
+    assert refused(ranks[1], "transfer", slots[1], to=other.session) == ("NotHolder", [1, 2])
     on_all(ranks, lambda rank: rank.allocator.free(OFFERED))
     go_on(pool, ranks)
 
