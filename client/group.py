@@ -70,11 +70,12 @@ class Group:
         began = time.monotonic()
         turn = 0
         while not self.page.is_complete():
-            self._check_joining(session, end)
+            self._check_joining(1, session, end)
             if time.monotonic() >= deadline:
                 raise GroupBroken(f"group {self.name}: {self._missing()} within {time.monotonic() - began:.1f} s")
             turn = pause(turn)
-        self._check_joining(session, end)
+        # Not before the first call: who was faster may have made all of its own, and left.
+        self._check_joining(0, session, end)
 
     def begin(self, call: int) -> int:
         """Number this rank's next call and note it; raises when the group does not go on."""
@@ -265,7 +266,7 @@ class Group:
         """Raise if a rank has ended that is needed; one that left has made its calls up to its last."""
         for rank in range(self.world_size):
             end = self.page.word(rank, gp.R_END)
-            if not end or (end == gp.LEFT and 0 < number <= self.page.position(rank)):
+            if not end or (end == gp.LEFT and number <= self.page.position(rank)):
                 continue
             self._fail(
                 GroupBroken(
@@ -274,9 +275,9 @@ class Group:
                 )
             )
 
-    def _check_joining(self, session: int, end: Callable[[], MambaPoolError | None]) -> None:
+    def _check_joining(self, number: int, session: int, end: Callable[[], MambaPoolError | None]) -> None:
         """Raise if a rank has ended, this one included: until all have joined another process may take its place."""
-        self.check_ends()
+        self.check_ends(number)
         if (reason := end()) is not None:
             raise reason
         if self.page.word(self.rank, gp.R_SESSION) != session:

@@ -88,9 +88,9 @@ class GroupRecord(Record):
             try:
                 self.refuse(faulty)
             except InvalidSlots as error:
-                # What is wrong the table says, at another rank's look maybe another thing: with which slots it does not.
+                # What is wrong the table says, at another rank's look maybe something else: of the same slots.
                 raise type(error)(str(error), faulty) from None
-        raise Undecided
+        raise Undecided()
 
     def _forget_accepted(self) -> None:
         """Not by a look at the table."""
