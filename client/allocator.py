@@ -169,7 +169,7 @@ class SlotAllocator(SlotMessages):
     def held(self) -> list[int]:
         """What this client holds and may free, ascending; its window's unused slots are not among it."""
         with self._lock:
-            self._see_ended_offers()
+            self._record.take_back_ended()
             return self._record.held()
 
     def disable(self, reason: MambaPoolError) -> None:
@@ -206,11 +206,11 @@ class SlotAllocator(SlotMessages):
         with self._lock:
             self._record.offer(slots)
 
-    def begin_offer(self, slots: list[int]) -> None:
+    def offering(self, slots: list[int]) -> None:
         """An offer of these is about to be sent: they cannot be freed until more is known."""
         self._check_usable()
         with self._lock:
-            self._record.begin_offer(slots)
+            self._record.offering(slots)
 
     def offered(self, slots: list[int]) -> None:
         """The offer was made, or is taken back by now: the slot table tells which."""
@@ -229,10 +229,6 @@ class SlotAllocator(SlotMessages):
     def offer_later(self, slots: torch.Tensor, receiver: int) -> None:
         """Offer slots to another session without waiting; only if :attr:`offers_later`."""
         raise NotImplementedError
-
-    def _see_ended_offers(self) -> None:
-        """Under the lock: what was on offer to somebody who has ended is plainly held."""
-        self._record.take_back_ended()
 
     def _largest_id(self) -> int:
         return self.size

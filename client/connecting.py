@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mambapool.client.arguments import check_name, check_number, check_optional_number, check_timeout
+from mambapool.client.background import background
 from mambapool.client.guarantee_wait import missing_slots
 from mambapool.client.transport import Transport
 from mambapool.client.worker import CLOSE_S, Worker
 from mambapool.pool import protocol
-from mambapool.pool.errors import AllocatorUnavailable, ConfigError, GeometryMismatch
+from mambapool.pool.errors import AllocatorUnavailable, ConfigError, GeometryMismatch, GroupBroken
 from mambapool.pool.group_page import MAX_WORLD_SIZE, check_group_name
 from mambapool.pool.layout import MAX_SLOTS
 from mambapool.pool.runtime_dir import RuntimeDir, candidates, check_pool_name, check_socket_path
@@ -103,10 +104,13 @@ def connect(
         if guarantee and (missing := missing_slots(directory, pool, guarantee, timeout)) is not None:
             raise missing from error
         raise
+    # It says that it lives while the other ranks, or the states, are waited for, too.
+    background().add(transport)
     try:
         member = None if group is None else _join(transport, directory, group, rank, deadline)
         return Worker(transport, directory, device, rank, deadline, member)
     except BaseException:
+        background().remove(transport)
         transport.detach(CLOSE_S)
         raise
 
@@ -203,9 +207,15 @@ def _join(transport: Transport, directory: RuntimeDir, name: str, rank: int, dea
 
     session = transport.session
     group = Group(directory.path / session["group"], name, rank, transport.timeout)
-    group.join(deadline)
-    if session["guarantee"] and rank:
+    group.join(transport.number, transport.connection.end, deadline)
+    if (guarantee := session["guarantee"]) and rank:
         # Rank 0 was told by HELLO; the table has the same slots in the same order.
-        owner = owner_word(group.holder)
-        session["granted"] = transport.table.granted(owner, protocol.FIRST_REQUEST).astype("<i4").tobytes()
+        granted = transport.table.granted(owner_word(group.holder), protocol.FIRST_REQUEST)
+        if len(granted) != guarantee:
+            group.check_ends()
+            raise GroupBroken(
+                f"group {name}: its guarantee is {guarantee} slots, and rank 0, session {group.holder}, holds "
+                f"{len(granted)} of them: start all its ranks again"
+            )
+        session["granted"] = granted.astype("<i4").tobytes()
     return group

@@ -132,7 +132,7 @@ class Fenced(SlotAllocator):
     def held(self) -> list[int]:
         """What this client holds and may free, ascending; also what was freed by an id that is not known yet."""
         with self._lock:
-            self._see_ended_offers()
+            self._record.take_back_ended()
             held = self._record.held()
             return sorted(slot for slot in map(self._slot_at, held) if slot is not None)
 

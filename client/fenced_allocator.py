@@ -67,7 +67,7 @@ class FencedAllocator(Fenced):
             self._catch_up()
             self._close_window(protocol.END)
             with self._lock:
-                self._see_ended_offers()
+                self._record.take_back_ended()
                 slots = set(self._record.held()) if self._ids is None else self._ids.held()
                 # One that is not known is that of a held one.
                 slots |= {slot for slot in map(self._slot_at, self._limbo.clear()) if slot is not None}

@@ -25,7 +25,7 @@ class FencedGuaranteed(Fenced, GuaranteedAllocator):
         self._catch_up()
         drain(self._window)
         with self._lock:
-            self._see_ended_offers()
+            self._record.take_back_ended()
             slots = set(self._record.held()) if self._ids is None else self._ids.held()
             slots |= {slot for slot in map(self._slot_at, self._limbo.clear()) if slot is not None}
             self._forget_held()

@@ -62,18 +62,20 @@ class Group:
         """The session that holds the group's slots: rank 0's."""
         return self.page.word(0, gp.R_SESSION)
 
-    def join(self, deadline: float) -> None:
-        """Wait until all ranks have joined and rank 0 is ready; :class:`GroupBroken` names who is missing."""
+    def join(self, session: int, end: Callable[[], MambaPoolError | None], deadline: float) -> None:
+        """Wait until all ranks have joined and rank 0 is ready; :class:`GroupBroken` names who is missing.
+
+        ``session`` is this rank's, ``end()`` why that is gone.
+        """
         began = time.monotonic()
-        if self.rank == 0:
-            self._items[gp.H_READY] = 1
         turn = 0
-        while not (self._items[gp.H_FORMED] and self._items[gp.H_READY]):
-            self._check_ends(0)
+        while not self.page.is_complete():
+            self._check_joining(1, session, end)
             if time.monotonic() >= deadline:
                 raise GroupBroken(f"group {self.name}: {self._missing()} within {time.monotonic() - began:.1f} s")
             turn = pause(turn)
-        self._check_ends(0)
+        # Not before the first call: who was faster may have made all of its own, and left.
+        self._check_joining(0, session, end)
 
     def begin(self, call: int) -> int:
         """Number this rank's next call and note it; raises when the group does not go on."""
@@ -259,7 +261,7 @@ class Group:
         if (fault := self._fault) is not None:
             # A new one each time: an exception that is raised again keeps the frames of every raise.
             raise type(fault)(*fault.args)
-        self._check_ends(number)
+        self.check_ends(number)
         self.compare()
         for rank in range(self.world_size):
             kind = self.page.word(rank, gp.R_FAULT)
@@ -271,17 +273,28 @@ class Group:
                 what = f"waited too long for rank {of} ({self._session(of)})"
             self._fail(GroupBroken(f"group {self.name}: rank {rank} {what} at call {call}"))
 
-    def _check_ends(self, number: int) -> None:
+    def check_ends(self, number: int = 0) -> None:
         """Raise if a rank has ended that is needed; one that left has made its calls up to its last."""
         for rank in range(self.world_size):
             end = self.page.word(rank, gp.R_END)
-            if not end or (end == gp.LEFT and 0 < number <= self.page.position(rank)):
+            if not end or (end == gp.LEFT and number <= self.page.position(rank)):
                 continue
             self._fail(
                 GroupBroken(
                     f"group {self.name}: rank {rank} ({self._session(rank)}) {gp.END_TEXTS.get(end, 'ended')} after "
                     f"{self.page.position(rank)} calls; the group's slots are kept until all its ranks have ended"
                 )
+            )
+
+    def _check_joining(self, number: int, session: int, end: Callable[[], MambaPoolError | None]) -> None:
+        """Raise if a rank has ended, this one included: until all have joined another process may take its place."""
+        self.check_ends(number)
+        if (reason := end()) is not None:
+            raise reason
+        if self.page.word(self.rank, gp.R_SESSION) != session:
+            raise GroupBroken(
+                f"group {self.name}: rank {self.rank} is not session {session} any more, but "
+                f"{self._session(self.rank)}: connect again"
             )
 
     def _fail(self, fault: MambaPoolError) -> None:

@@ -69,14 +69,15 @@ class Leading:
         self._page.write_answer(number, Answer(call, status, value, 0, 0, 0))
 
     def _write_error(self, number: int, call: int, error: MambaPoolError) -> None:
-        status = protocol.error_payload(error)[0]
+        status, *slots, _ = protocol.error_payload(error)
+        ids = slots[0] if slots else b""
         text = str(error).encode()[:_MAX_TEXT_BYTES]
-        self._write_data(number, call, status, text + b" " * (-len(text) % 4))
+        self._write_data(number, call, status, ids + text + b" " * (-len(text) % 4), len(ids) // 4)
 
-    def _write_data(self, number: int, call: int, status: int, data: bytes) -> None:
+    def _write_data(self, number: int, call: int, status: int, data: bytes, value: int = 0) -> None:
         start = self._room(number, len(data) // 4)
         self._page.write_data(start, data)
-        self._page.write_answer(number, Answer(call, status, 0, len(data) // 4, start, digest(data)))
+        self._page.write_answer(number, Answer(call, status, value, len(data) // 4, start, digest(data)))
 
     def _room(self, number: int, count: int) -> int:
         starts = self._starts
@@ -117,6 +118,7 @@ class Following:
         # Rank 0 has come as far: frees and ends before this call, which wait for no answer, can be compared.
         self._group.compare()
         if answer.status > protocol.NONE:
-            text = self._group.data(number, answer).decode("utf-8", "ignore").rstrip()
-            raise protocol.error_from([answer.status, b"", f"rank 0: {text}"])
+            data = self._group.data(number, answer)
+            ids, text = data[: 4 * answer.value], data[4 * answer.value :].decode("utf-8", "ignore").rstrip()
+            raise protocol.error_from([answer.status, ids, f"rank 0: {text}"])
         return number, answer

@@ -12,6 +12,7 @@ import torch
 from mambapool.client.allocator import SlotAllocator
 from mambapool.client.group import Group
 from mambapool.client.group_answers import Following, Leading
+from mambapool.client.group_record import GroupRecord, Undecided
 from mambapool.client.transport import Transport
 from mambapool.pool.errors import MambaPoolError, PoolLost
 from mambapool.pool.group_calls import ALLOC, FREE, call_word, digest
@@ -35,6 +36,8 @@ class GroupCalls(SlotAllocator):
     """
 
     _collects = False
+    _record_kind = GroupRecord
+    _record: GroupRecord
 
     def __init__(self, transport: Transport, device: torch.device | str, group: Group, **options: Any) -> None:
         super().__init__(transport, device, **options)
@@ -59,13 +62,22 @@ class GroupCalls(SlotAllocator):
             return
         if self._unusable is not None or self._table_items[H_LOST]:
             self._check_local()
+        word = FREE_ONE | slots[0] if len(slots) == 1 else free_word(slots)
         with self._group.lock:
-            with self._lock:
-                self._record.give_back(slots)
-            # Not under the lock of the record: it may wait for a rank, and the background thread must not.
-            if fences is not None:
-                fences.after(events)
-            self._group.begin(FREE_ONE | slots[0] if len(slots) == 1 else free_word(slots))
+            try:
+                with self._lock:
+                    self._record.give_back(slots)
+            except Undecided:
+                if fences is not None:
+                    fences.after(events)
+                self._ask_whether_back(word, slots)
+                with self._lock:
+                    self._record.give_back(slots)
+            else:
+                # Not under the lock of the record: it may wait for a rank, and the background thread must not.
+                if fences is not None:
+                    fences.after(events)
+                self._group.begin(word)
             with self._lock:
                 self._take_back(slots)
 
@@ -74,9 +86,32 @@ class GroupCalls(SlotAllocator):
         super().disable(reason)
         self._group.leave(reason)
 
-    def offer(self, slots: list[int]) -> None:
+    def begin_offer(self, slots: list[int]) -> list[int]:
+        """These cannot be freed from now on. Returns those that were on offer before: see :meth:`check_offer`."""
         with self._lock:
-            self._record.offer(slots)
+            return self._record.begin_offer(slots)
+
+    def undo_offer(self, slots: list[int], before: list[int]) -> None:
+        """Their offer was refused; those of ``before`` had been on offer before it."""
+        with self._lock:
+            self._record.undo_offer(slots, before)
+
+    def check_offer(self, before: list[int]) -> None:
+        """Rank 0, in a call that all get the answer of: refuse if an offer before this one has not ended."""
+        self.check_refused()
+        with self._lock:
+            self._record.check_back(before)
+
+    def are_ours(self, slots: list[int]) -> bool:
+        """Rank 0: whether the slot table says now that the group holds all of these."""
+        return all(map(self._record.is_ours, slots))
+
+    def check_refused(self) -> None:
+        """Rank 0, in a call that all get the answer of: raise what the allocator has refused before.
+
+        Only there: an error that one rank alone gets makes its next calls others than those of the other ranks.
+        """
+        super()._check_usable()
 
     @property
     def is_busy(self) -> bool:
@@ -131,6 +166,22 @@ class GroupCalls(SlotAllocator):
             raise type(reason)(*reason.args)
         if self._table_items[H_LOST]:
             raise PoolLost("the memory of this pool is gone, its keeper died: connect again when it is back")
+
+    def _ask_whether_back(self, word: int, slots: list[int]) -> None:
+        """Make a free of slots that were on offer: rank 0 looks whether they are plainly the group's again.
+
+        Each rank by itself would find another answer if just then the offer ends, or is accepted.
+        """
+
+        def look() -> int:
+            self.check_refused()
+            with self._lock:
+                self._record.check_back(slots)
+            return 0
+
+        self.shared.number(word, look)
+        with self._lock:
+            self._record.end_offers(slots)
 
     def _no_slots(self) -> torch.Tensor:
         return self._tensors.copy_of([])

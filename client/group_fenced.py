@@ -12,6 +12,7 @@ from mambapool.client.fenced_guaranteed import FencedGuaranteed
 from mambapool.client.fences import Event
 from mambapool.client.group_calls import FREE_ONE, GroupCalls, free_word
 from mambapool.client.group_guaranteed import GroupGuaranteedAllocator
+from mambapool.client.group_record import Undecided
 from mambapool.pool.errors import GroupBroken
 from mambapool.pool.group_calls import FREE, UNKNOWN, call_word
 
@@ -49,14 +50,14 @@ class GroupFencedGuaranteed(GroupGuaranteedAllocator, FencedGuaranteed):
         self._foreign.update(slot for slot in slots if slot not in self._guaranteed)
         return super().hold(slots)
 
-    def offer(self, slots: list[int]) -> None:
-        """These are offered to others: not to be freed from now on."""
+    def begin_offer(self, slots: list[int]) -> list[int]:
+        """As :meth:`GroupCalls.begin_offer`; they stand for themselves from now on."""
         with self._lock:
             self._resolve()
             if self._ids is not None:
                 for slot in slots:
                     self._ids.plain(self._ids.place_of(slot))
-            self._record.offer(slots)
+        return super().begin_offer(slots)
 
     def tick(self) -> None:
         """For the background thread."""
@@ -64,15 +65,22 @@ class GroupFencedGuaranteed(GroupGuaranteedAllocator, FencedGuaranteed):
         super().tick()
 
     def _free_places(self, places: list[int], given: list[int], events: tuple[Event, ...]) -> None:
+        if max(given) > self._pool_slots():
+            word = call_word(FREE, len(given), UNKNOWN)
+        else:
+            word = FREE_ONE | given[0] if len(given) == 1 else free_word(given)
         with self._group.lock:
-            with self._lock:
-                places = self._given_back(places)
-            if max(given) > self._pool_slots():
-                word = call_word(FREE, len(given), UNKNOWN)
+            try:
+                with self._lock:
+                    places = self._given_back(places)
+            except Undecided:
+                # What is on offer stands for itself.
+                self._ask_whether_back(word, [place for place in places if place <= self._pool_slots()])
+                with self._lock:
+                    places = self._given_back(places)
             else:
-                word = FREE_ONE | given[0] if len(given) == 1 else free_word(given)
-            # Not under the lock of the record: it may wait for a rank, and the background thread must not.
-            self._group.begin(word)
+                # Not under the lock of the record: it may wait for a rank, and the background thread must not.
+                self._group.begin(word)
             with self._lock:
                 self._take_back_after(places, events)
 

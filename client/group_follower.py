@@ -63,6 +63,8 @@ class FollowerAllocator(GroupCalls):
             drain(self._window)
             call = call_word(calls.BEGIN, count, int(bool(partial)))
             slots = self.shared.slots(call, _rank_0_grants)
+            with self._lock:
+                self._record.put_in_window(slots or [])
             self._window = (slots or [])[::-1]
 
     def alloc_group_end(self) -> None:

@@ -15,6 +15,7 @@ from mambapool.client.limbo import Limbo
 from mambapool.client.transport import Transport
 from mambapool.pool import group_calls as calls
 from mambapool.pool import protocol
+from mambapool.pool.errors import NotHolder
 from mambapool.pool.group_calls import call_word
 
 
@@ -37,16 +38,18 @@ class GroupGuaranteedAllocator(GroupCalls, GuaranteedAllocator):
         if timeout is not None:
             check_timeout(timeout)
         call = ALLOC_ONE if need_size == 1 else call_word(calls.ALLOC, whole_number(need_size))
-        if self._unusable is not None or self._refusals:
-            self._check_usable()
+        if tag is not None:
+            protocol.check_tag(tag)  # before it is a call
+        if self._unusable is not None:
+            self._check_local()
         with self._group.lock:
             self._group.begin(call)
-            return super().alloc(need_size, tag=tag)
+            return super().alloc(need_size)
 
     def available_size(self) -> int:
         """How many slots of the guarantee are free: the same number on every rank that has come as far."""
-        if self._unusable is not None or self._refusals:
-            self._check_usable()
+        if self._unusable is not None:
+            self._check_local()
         with self._group.lock:
             self._group.begin(_AVAILABLE_SIZE)
         return len(self._list)
@@ -54,10 +57,12 @@ class GroupGuaranteedAllocator(GroupCalls, GuaranteedAllocator):
     def alloc_group_begin(self, num_reqs: SupportsIndex, partial: bool = False, tag: str | None = None) -> None:
         """Open a window of ``num_reqs`` slots; all or nothing, unless ``partial``."""
         call = call_word(calls.BEGIN, whole_number(num_reqs), int(bool(partial)))
+        if tag is not None:
+            protocol.check_tag(tag)
         with self.in_turn():
             self._group.begin(call)
             self._group.compare()
-            super().alloc_group_begin(num_reqs, partial, tag)
+            super().alloc_group_begin(num_reqs, partial)
 
     def alloc_group_end(self) -> None:
         """Close the window: what is left unused goes to the end of the list."""
@@ -72,6 +77,12 @@ class GroupGuaranteedAllocator(GroupCalls, GuaranteedAllocator):
             self._group.begin(call_word(calls.CLEAR))
             super().clear()
 
+    def begin_offer(self, slots: list[int]) -> list[int]:
+        """As :meth:`GroupCalls.begin_offer`; refused before it is a call, as the allocator would refuse it."""
+        if granted := [slot for slot in slots if slot in self._guaranteed]:
+            raise NotHolder("slots of a guarantee cannot be transferred: they are its holder's", granted)
+        return super().begin_offer(slots)
+
     def tick(self) -> None:
         """For the background thread."""
         super().tick()
@@ -82,6 +93,10 @@ class GroupGuaranteedAllocator(GroupCalls, GuaranteedAllocator):
                     self._posted.append(protocol.FREE, packed(passed), len(passed))
             self._transport.flush()
             self._forget_applied()
+
+    def _check_usable(self) -> None:
+        # No call here has an answer: what the allocator refused is raised by the next one that has, on every rank.
+        self._check_local()
 
     def _give_transferred(self, slots: list[int]) -> None:
         if not self._group.rank:

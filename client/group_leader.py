@@ -165,10 +165,9 @@ class LeaderAllocator(GroupCalls):
                 slots += self._limbo.take(count - len(slots))[0]
         elif not granted and count <= self.size:
             slots = self._reuse(count, tag, left) or []
-            for slot in slots:  # nobody was given them yet
-                self._marks[slot] = 0
         self._tensors.make(slots)
         with self._lock:
+            self._record.put_in_window(slots)
             self._window = slots[::-1]
             self._window_open = bool(slots)
         return slots or None

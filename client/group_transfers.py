@@ -34,22 +34,29 @@ class GroupTransfers:
         what = packed_ids(ids)
 
         def offer() -> None:
+            self._allocator.check_offer(before)
             self._group.await_ranks(self._group.position)
-            self._transport.call(protocol.OFFER, what, receiver)
+            try:
+                self._transport.call(protocol.OFFER, what, receiver)
+            except InvalidSlots:
+                # An allocator that died had made the offer, and it was accepted before it was asked for again.
+                if self._allocator.are_ours(ids):
+                    raise
 
         call = call_word(TRANSFER, len(ids), digest(what + receiver.to_bytes(8, "little")))
         with self._allocator.in_turn():
-            self._allocator.offer(ids)
+            before = self._allocator.begin_offer(ids)
             try:
                 self._allocator.shared.slots(call, offer)
             except InvalidSlots:
-                if self._allocator.end_offer(ids):
-                    raise
+                self._allocator.undo_offer(ids, before)
+                raise
 
     def accept(self, timeout: float) -> torch.Tensor | None:
         """The slots of the oldest offer to this group, the same ones on every rank; None: there was none."""
 
         def accept() -> list[int] | None:
+            self._allocator.check_refused()
             reply = self._transport.call_and_wait(protocol.ACCEPT, True, wait=timeout, kept=True)
             if reply is None or reply[2] == protocol.NONE:
                 return None

@@ -104,7 +104,7 @@ class GuaranteedAllocator(SlotAllocator):
         self._check_usable()
         drain(self._window)
         with self._lock:
-            self._see_ended_offers()
+            self._record.take_back_ended()
             transferred = [slot for slot in self._record.held() if slot not in self._guaranteed]
             # What is on offer may be the receiver's by now, and comes back if that one ends.
             self._record.clear(offers_end=False)

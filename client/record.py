@@ -51,7 +51,7 @@ class Record:
         """These are on offer from now on; refused whole if the caller does not hold them all."""
         self._change(slots, OFFERED)
 
-    def begin_offer(self, slots: list[int]) -> None:
+    def offering(self, slots: list[int]) -> None:
         """An offer of these is under way; refused whole if the caller does not hold them all."""
         self._change(slots, OFFERING)
 

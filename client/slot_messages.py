@@ -25,6 +25,7 @@ class SlotMessages:
 
     #: Whether what is freed inside a window goes along with the next message, and nowhere else.
     _collects = True
+    _record_kind: type[Record] = Record
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class SlotMessages:
         self._cached = self._tensors.cached
         #: Empty where each free shall look whether a slot tensor was written into.
         self._slot_by_id = {} if debug else self._tensors.slot_by_id
-        self._record = Record(table, transport.number, len(self._cached) - self.size - 1)
+        self._record = self._record_kind(table, transport.number, len(self._cached) - self.size - 1)
         self._marks = self._record.marks
         self._debug = debug
         #: The open window's slots that alloc(1) has not handed out, next one last.

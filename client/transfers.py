@@ -84,7 +84,7 @@ class Transfers:
         ids = slot_ids(slots, size=self._size, what="transfer")
         if not ids:
             raise InvalidSlots("transfer: no slots were passed")
-        self._allocator.begin_offer(ids)
+        self._allocator.offering(ids)
         return ids
 
     def end_offer(self, ids: list[int]) -> bool:

@@ -76,7 +76,6 @@ class Worker:
             self.allocator = _allocator(transport, device, group, debug=debug)
         self._transfers = _transfers(transport, self.allocator, group)
         transport.connection.on_end = self.allocator.disable
-        background().add(transport)
         if group is not None or on_gpu is not None:
             background().add(self.allocator)  # type: ignore[arg-type]
         _workers.add(self)

@@ -57,7 +57,7 @@ H_NUMBER: Final = 2  # of the group: the session that founded it
 H_WORLD_SIZE: Final = 3
 H_SLOTS: Final = 4
 H_FORMED: Final = 5  # 1: all ranks have joined
-H_READY: Final = 6  # 1: rank 0 has attached, its guarantee included
+H_READY: Final = 6  # rank 0's session, when it has attached, its guarantee included
 H_TROUBLE: Final = 7  # 1: a rank has ended, or accuses one: look at the ranks' words
 HEADER_WORDS: Final = 64
 
@@ -93,7 +93,10 @@ _answer_body = struct.Struct("<7Q")
 
 
 class Answer(NamedTuple):
-    """What rank 0 got for a call. ``value`` is a slot or a number if ``data_items`` is 0; else ids are in the data."""
+    """What rank 0 got for a call. ``value`` is a slot or a number if ``data_items`` is 0; else ids are in the data.
+
+    Of an error the data are the ids at fault, as many as ``value`` says, and the text.
+    """
 
     call: int
     status: int
@@ -211,6 +214,10 @@ class GroupPage:
         """The allocator: all ranks have joined."""
         self.items[H_FORMED] = 1
 
+    def ready(self, session: int) -> None:
+        """The allocator: rank 0 is this session, and has the guarantee. Not a flag: another one may take its place."""
+        self.items[H_READY] = session
+
     def end(self, rank: int, how: int) -> None:
         """The allocator: a rank of a formed group has ended; the first word stays."""
         if not self.items[self._ranks[rank] + R_END]:
@@ -222,6 +229,11 @@ class GroupPage:
         self.path.unlink(missing_ok=True)
 
     # The ranks'.
+
+    def is_complete(self) -> bool:
+        """Whether all ranks have joined, and the rank 0 that is there now is ready."""
+        # In this order: who is rank 0 is decided when all have joined.
+        return bool(self.items[H_FORMED]) and self.items[H_READY] == self.word(0, R_SESSION)
 
     def word(self, rank: int, field: int) -> int:
         """One of a rank's words."""

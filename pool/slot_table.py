@@ -240,13 +240,13 @@ class SlotTableReader:
         """The number of the slot's holder, 0 while it is free."""
         return self.items[self.layout.field(OWNER) + slot] >> 8
 
+    def request_of(self, slot: int) -> int:
+        """The request by which its holder got the slot."""
+        return self.items[self.layout.field(REQUEST) + slot]
+
     def offered_to(self, slot: int) -> int:
         """The session to which the slot is on offer, 0: none."""
         return self.items[self.layout.field(OFFERED) + slot] & RECEIVER_BITS
-
-    def request_of(self, slot: int) -> int:
-        """The request by which its holder got it."""
-        return self.items[self.layout.field(REQUEST) + slot]
 
     def generation_of(self, slot: int) -> int:
         return self.items[self.layout.field(GENERATION) + slot]

@@ -53,9 +53,8 @@ def _holder(pool: Pool, session: Session, now: float) -> dict[str, Any]:
         "name": session.name,
         "pid": session.pid,
         "rank": session.rank,
-        # The death of a process is seen here before its session is buried. Of a rank that has left nothing is looked at
-        # any more: its lease is closed.
-        "state": session.state(now) if not session.gone and session.lease.is_held() else "gone",
+        # The death of a process is seen here before its session is buried. Of a rank that is gone the lease is closed.
+        "state": session.state(now) if session.gone or session.lease.is_held() else "gone",
         "applied": session.applied,
         "window": session.window,
         "held": session.held,

@@ -169,6 +169,8 @@ class Dispatcher:
 
     def _greeting(self, session: Session) -> bytes:
         """The answer to a session's last HELLO."""
+        if session.group is not None:
+            session.group.greet(session)
         request_id, version = session.hello
         greeting = {"version": version, "pid": os.getpid(), **self.registry.describe(session)}
         if session.guarantee:

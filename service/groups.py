@@ -56,7 +56,15 @@ class Group:
         session.group = self
         self.page.join(session.rank, session.number, session.pid)
         if self.formed:
+            for member in self.members.values():
+                if member.dead_since is not None:  # in quarantine, and nobody could take its place
+                    self.page.end(member.rank, DIED)
             self.page.form()
+
+    def greet(self, session: Session) -> None:
+        """A rank is told that it is attached; rank 0 has the guarantee by then, and all may begin."""
+        if session.rank == 0:
+            self.page.ready(session.number)
 
     def drop(self, session: Session) -> None:
         """A rank ended before the group was formed: another process may take its place."""

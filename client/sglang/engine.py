@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import secrets
 import sys
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mambapool.client.connecting import connect
-from mambapool.pool.errors import ConfigError
+from mambapool.pool.errors import ConfigError, GroupBroken, GuaranteeExceeded
 
 if TYPE_CHECKING:
     from mambapool.client.worker import Worker
@@ -22,6 +24,10 @@ POOL = "MAMBAPOOL_POOL"
 
 #: An engine takes minutes to load its model: the daemon, or an engine that is just ending, may take seconds.
 TIMEOUT_S = 30.0
+#: How often it is tried again, while an engine that may be ending has what this one needs.
+_RETRY_S = 0.2
+
+_log = logging.getLogger("mambapool.client")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +60,28 @@ class Engine:
         return cls(group + replica if group else _private_name(os.getpid()), rank, world_size, bool(group))
 
     def attach(self, pool: str, **options: Any) -> Worker:
-        """``connect`` to a pool as this rank; as a group's, if the engine has several and a name."""
+        """``connect`` to a pool as this rank; as a group's, if the engine has several and a name.
+
+        Tried again for :data:`TIMEOUT_S` while another engine has this one's slots, or its place: it may be the one
+        before this, which is just ending.
+        """
         if self.named and self.world_size > 1:
             # A pool of the engine's own has its own group, too: one process is in several of them.
             options |= {"group": pool if "create_slots" in options else self.name, "world_size": self.world_size}
-        return connect(pool=pool, name=self.name, timeout=TIMEOUT_S, rank=self.rank, **options)
+        give_up_at = time.monotonic() + TIMEOUT_S
+        warned = False
+        while True:
+            try:
+                return connect(pool=pool, name=self.name, timeout=TIMEOUT_S, rank=self.rank, **options)
+            except (GuaranteeExceeded, GroupBroken) as error:
+                if time.monotonic() >= give_up_at:
+                    raise
+                if not warned:
+                    _log.warning(
+                        "%s. Trying again for %g s: it may be an engine that is just ending", error, TIMEOUT_S
+                    )
+                    warned = True
+            time.sleep(_RETRY_S)
 
 
 @functools.cache

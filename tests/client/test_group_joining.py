@@ -11,9 +11,20 @@ import pytest
 from daemons import wait_until
 from fresh_pool import FreshPool, FreshPoolFactory, ids
 from groups import join, new_name, on_all
+from leased_clients import RemoteClient, waits
+from processes import Children
 
 from mambapool.client import connect
-from mambapool.pool.errors import ConfigError, GeometryMismatch, GroupBroken, GuaranteeExceeded
+from mambapool.client.operators import evict
+from mambapool.pool.errors import (
+    AllocatorUnavailable,
+    ConfigError,
+    GeometryMismatch,
+    GroupBroken,
+    GuaranteeExceeded,
+    MambaPoolError,
+)
+from mambapool.pool.slot_table import SlotTableReader
 
 
 @pytest.fixture
@@ -64,6 +75,84 @@ def test_two_processes_with_one_rank_are_refused_naming_the_first(pool: FreshPoo
         pool.connect(group=group, rank=0, world_size=2, name="second-job")
     # The first goes on.
     assert first.allocator.alloc(1) is not None
+
+
+def joining(pool: FreshPool, rank: int, found: list[Any], **options: Any) -> threading.Thread:
+    """Attach as that rank in a thread; what comes of it, a worker or an error, is put into ``found``."""
+
+    def attach() -> None:
+        try:
+            found.append(pool.connect(rank=rank, **options))
+        except MambaPoolError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=attach)
+    thread.start()
+    return thread
+
+
+def is_there(pool: FreshPool, rank: int, group: str) -> bool:
+    return any((holder["rank"], holder["group"]) == (rank, group) for holder in pool.status()["holders"])
+
+
+@pytest.mark.parametrize("evicted", [False, True])
+def test_nobody_begins_before_the_rank_0_that_took_anothers_place_has_its_guarantee(
+    pool: FreshPool, children: Children, evicted: bool
+) -> None:
+    options: dict[str, Any] = {"group": new_name(), "world_size": 3, "guarantee": 4, "timeout": 20.0}
+    gone = RemoteClient(children, pool, rank=0, **options)
+    wait_until(lambda: pool.status()["held"] == 4, "rank 0 has its guarantee")
+    others: list[Any] = []
+    threads = [joining(pool, 1, others, **options)]
+    wait_until(lambda: is_there(pool, 1, options["group"]), "rank 1 has joined")
+    if evicted:
+        (session,) = [holder["session"] for holder in pool.status()["holders"] if holder["held"]]
+        evict(pool.daemon.directory, 5.0, session, force=True)
+    else:
+        gone.kill()
+    wait_until(lambda: not is_there(pool, 0, options["group"]), "rank 0 has gone")
+    taken = pool.owner.allocator.alloc(13)
+    assert taken is not None
+    threads.append(joining(pool, 2, others, **options))
+    wait_until(lambda: is_there(pool, 2, options["group"]), "rank 2 has joined")
+    first: list[Any] = []
+    threads.append(joining(pool, 0, first, **options))
+    waits(pool, 4)
+    assert pool.status()["held"] == 13
+    assert (first, others) == ([], [])
+    pool.owner.allocator.free(taken)
+    for thread in threads:
+        thread.join()
+    ranks = [*first, *others]
+    assert [rank.allocator.size for rank in ranks] == [4, 4, 4]
+    assert len({tuple(got) for got in on_all(ranks, lambda rank: ids(rank.allocator.alloc(4)))}) == 1
+
+
+def test_a_rank_that_is_evicted_while_it_waits_for_the_others_is_told_so(pool: FreshPool) -> None:
+    found: list[Any] = []
+    options: dict[str, Any] = {"group": new_name(), "world_size": 2}
+    thread = joining(pool, 1, found, timeout=20.0, **options)
+    wait_until(lambda: is_there(pool, 1, options["group"]), "rank 1 has joined")
+    (session,) = [holder["session"] for holder in pool.status()["holders"] if holder["group"]]
+    began = time.monotonic()
+    evict(pool.daemon.directory, 5.0, session, force=True)
+    thread.join()
+    assert time.monotonic() - began < 5.0
+    assert isinstance(found[0], AllocatorUnavailable)
+    assert f"session {session} was ended by the allocator, by `mambapool evict`" in str(found[0])
+
+
+def test_a_guarantee_that_the_table_does_not_show_whole_is_refused(
+    pool: FreshPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    granted = SlotTableReader.granted
+    monkeypatch.setattr(SlotTableReader, "granted", lambda *arguments: granted(*arguments)[1:])
+    options: dict[str, Any] = {"group": new_name(), "world_size": 2, "guarantee": 4}
+    first: list[Any] = []
+    thread = joining(pool, 0, first, **options)
+    with pytest.raises(GroupBroken, match=r"its guarantee is 4 slots, and rank 0, session \d+, holds 3 of them"):
+        pool.connect(rank=1, **options)
+    thread.join()
 
 
 DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {

@@ -86,23 +86,58 @@ def test_pools_are_numbered_in_the_order_in_which_a_process_makes_them(
     assert len(own) >= 2, "two processes without a name share their pools"
 
 
-def test_a_second_engine_of_the_same_name_is_refused_and_told_of_the_first(
+#: One rank of an engine, which tries for a time; its warnings are lines, too.
+ENGINE_THAT_TRIES = """
+    import logging, sys
+    logging.basicConfig(stream=sys.stdout, level=logging.WARNING)
+    from mambapool.client.sglang import MambaSlotAllocator, engine
+    from mambapool.pool.errors import GuaranteeExceeded
+    engine.TIMEOUT_S = float(sys.argv[1])
+    try:
+        made = MambaSlotAllocator(size=3, device="cpu")
+        print("made", flush=True)
+        input()
+    except GuaranteeExceeded as error:
+        print("refused", error, flush=True)
+"""
+
+
+def start_engine(children: Children, daemon: Daemon, name: str, world_size: int, timeout: float) -> list[Child]:
+    """Its ranks."""
+    settings = {"MAMBAPOOL_DIR": str(daemon.dir), "MAMBAPOOL_GROUP": name, "MAMBAPOOL_WORLD_SIZE": str(world_size)}
+    return [
+        children.start(ENGINE_THAT_TRIES, timeout, **settings, MAMBAPOOL_RANK=str(rank))
+        for rank in range(world_size)
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_engine_that_starts_while_the_one_before_is_ending_gets_what_that_has(
+    shared_daemon: Daemon, children: Children, world_size: int
+) -> None:
+    name = f"engine-h{world_size}"
+    before = start_engine(children, shared_daemon, name, world_size, 30.0)
+    assert {rank.hear() for rank in before} == {"made"}
+    after = start_engine(children, shared_daemon, name, world_size, 30.0)
+    for rank in after:
+        warning = rank.hear()
+        assert warning.startswith("WARNING:mambapool.client:"), warning
+        assert name in warning
+    for rank in before:
+        os.kill(rank.pid, signal.SIGKILL)
+    assert {rank.hear() for rank in after} == {"made"}
+
+
+def test_a_second_engine_of_the_same_name_is_refused_in_the_end_and_told_of_the_first(
     shared_daemon: Daemon, children: Children
 ) -> None:
-    script = """
-        from mambapool.client.sglang import MambaSlotAllocator
-        from mambapool.pool.errors import GuaranteeExceeded
-        try:
-            made = MambaSlotAllocator(size=3, device="cpu")
-            print("made", flush=True)
-            input()
-        except GuaranteeExceeded as error:
-            print(error, flush=True)
-    """
-    settings = {"MAMBAPOOL_DIR": str(shared_daemon.dir), "MAMBAPOOL_GROUP": "engine-b"}
-    assert children.start(script, **settings).hear() == "made"
-    refused = children.start(script, **settings).hear()
-    assert "engine-b" in refused, refused
+    (first,) = start_engine(children, shared_daemon, "engine-b", 1, 30.0)
+    assert first.hear() == "made"
+    (second,) = start_engine(children, shared_daemon, "engine-b", 1, 0.3)
+    assert second.hear().startswith("WARNING")
+    refused = second.hear()
+    assert refused.startswith("refused"), refused
+    assert "engine-b" in refused
     assert "3" in refused
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from daemons import SMALL_STATE, Daemon, mambapool, wait_until
 from fresh_pool import FreshPool, FreshPoolFactory, ids
-from groups import RemoteGroup, connect_to, join, on_all
-from leased_clients import RECLAIM_S, all_free, outage, restart
+from groups import RemoteGroup, connect_to, join, new_name, on_all
+from leased_clients import RECLAIM_S, RemoteClient, all_free, outage, restart
 from processes import Children
 
 from mambapool.pool.errors import GeometryMismatch, GroupBroken
@@ -150,6 +150,21 @@ def test_a_rank_that_left_has_made_its_calls(children: Children, pool: FreshPool
     assert pool.available == 14
     second.run("worker.close()")
     all_free(pool)
+
+
+def test_a_rank_that_hears_late_that_all_have_joined_follows_one_that_has_left(
+    children: Children, pool: FreshPool
+) -> None:
+    options: dict[str, Any] = {"group": new_name(), "world_size": 2, "guarantee": 4}
+    late = RemoteClient(children, pool, rank=1, timeout=30.0, **options)
+    wait_until(lambda: len(pool.status()["holders"]) == 2, "it waits for rank 0")
+    late.kill(signal.SIGSTOP)
+    first = pool.connect(rank=0, **options)
+    assert ids(first.allocator.alloc(2)) == [1, 2]
+    first.close()
+    late.kill(signal.SIGCONT)
+    assert late.ask("allocator.alloc(2)") == [1, 2]
+    assert late.ask("allocator.alloc(1)")[0] == "GroupBroken"
 
 
 def test_a_stopped_rank_is_waited_for_and_then_named(children: Children, pool: FreshPool) -> None:

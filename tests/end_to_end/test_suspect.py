@@ -7,13 +7,14 @@ import time
 
 from daemons import wait_until
 from fresh_pool import FreshPoolFactory, drain, ids
+from groups import new_name
 from leased_clients import RemoteClient
 from processes import Children
 
 from mambapool.service.sessions import SUSPECT_AFTER_S
 
 
-def test_a_stopped_client_keeps_its_slots_and_works_on_while_the_idle_are_never_suspect(
+def test_a_stopped_client_keeps_its_slots_and_works_on_while_who_is_idle_or_joins_a_group_is_never_suspect(
     new_pool: FreshPoolFactory, children: Children
 ) -> None:
     pool = new_pool(8)
@@ -26,6 +27,9 @@ def test_a_stopped_client_keeps_its_slots_and_works_on_while_the_idle_are_never_
     asleep.run("signal.signal(signal.SIGUSR1, lambda *_: None); signal.pause()")
     idle = pool.connect()
     assert ids(idle.allocator.alloc(1)) == [8]
+    early = RemoteClient(children, pool, group=new_name(), rank=0, world_size=2, timeout=30.0)
+    wait_until(lambda: len(pool.status()["holders"]) == 5, "rank 0 waits for rank 1")
+    joined = time.monotonic()
     stopped.kill(signal.SIGSTOP)
     began = time.monotonic()
     seen: set[str] = set()
@@ -34,7 +38,8 @@ def test_a_stopped_client_keeps_its_slots_and_works_on_while_the_idle_are_never_
         states = {holder["session"]: holder["state"] for holder in pool.status()["holders"]}
         seen.update(state for session, state in states.items() if session != stopped.session)
         assert pool.owner.allocator.alloc(1) is None
-        return bool(states[stopped.session] == "suspect")
+        # Had rank 0 said nothing since it came, it would be suspect, too.
+        return bool(states[stopped.session] == "suspect") and time.monotonic() > joined + SUSPECT_AFTER_S
 
     try:
         wait_until(is_suspect, "the stopped one is suspect", timeout=3 * SUSPECT_AFTER_S)
@@ -44,6 +49,7 @@ def test_a_stopped_client_keeps_its_slots_and_works_on_while_the_idle_are_never_
     finally:
         stopped.kill(signal.SIGCONT)
     assert seen == {"live"}
+    early.kill()  # its group never was complete
     assert stopped.ask("allocator.free([1, 2])") is None
     assert stopped.ask("allocator.alloc_group_end()") is None
     assert stopped.ask("allocator.alloc(1)") == [1]

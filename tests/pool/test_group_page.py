@@ -48,13 +48,14 @@ def test_a_page_is_what_the_document_says(page: GroupPage) -> None:
     assert words[1:6].tolist() == [1, 7, 3, 100, 0]
     page.join(1, 31, 4311)
     page.form()
+    page.ready(31)
     page.end(2, gp.DIED)
     page.set_fence(0, 9)
     page.accuse(1, gp.LAGGED, 2, 55)
     page.log(1, 4097, 0xABC)
     page.write_answer(2050, Answer(0xABC, 0, 5, 0, 0, 0))
     words = memoryview(page.path.read_bytes())[: page.layout.data * 8].cast("Q")
-    assert words[5:8].tolist() == [1, 0, 1]
+    assert words[5:8].tolist() == [1, 31, 1]
     assert words[64:71].tolist() == [0, 0, 0, 9, 0, 0, 0]
     assert words[80:87].tolist() == [31, 4311, 4097, 0, 0, 2 | 2 << 8, 55]
     assert words[64 + 32 + 4] == 2
@@ -63,6 +64,17 @@ def test_a_page_is_what_the_document_says(page: GroupPage) -> None:
     answer = 64 + 48 + 3 * 8192 + 2 * 8
     fields = [2050, 0xABC, 0, 5, 0, 0, 0]
     assert words[answer : answer + 8].tolist() == [*fields, zlib.crc32(struct.pack("<7Q", *fields))]
+
+
+def test_a_page_is_complete_when_all_have_joined_and_the_rank_0_that_is_there_is_ready(page: GroupPage) -> None:
+    page.join(0, 31, 4311)
+    page.ready(31)
+    page.join(0, 0, 0)  # it has gone
+    page.join(0, 34, 4314)
+    page.form()
+    assert not page.is_complete()
+    page.ready(34)
+    assert page.is_complete()
 
 
 def test_the_kinds_of_calls_are_those_of_the_document() -> None:

@@ -85,6 +85,8 @@ def test_the_page_says_who_has_joined_and_when_all_have(engine: Engine) -> None:
     assert page.layout == gp.GroupLayout(3, SLOTS)
     others = [engine.client(0), engine.client(2)]
     assert page.items[gp.H_FORMED] == 1
+    assert page.items[gp.H_READY] == others[0].number
+    assert page.is_complete()
     joined = [page.word(rank, gp.R_SESSION) for rank in range(3)]
     assert joined == [others[0].number, first.number, others[1].number]
 
@@ -104,6 +106,38 @@ def test_a_guarantee_is_counted_once_and_refused_to_the_rank_that_holds_it(engin
     reply = engine.hello(0, "other", guarantee=1)
     assert (reply[2], "guaranteed are 16: rank-0" in reply[3]) == (protocol.GUARANTEE_EXCEEDED, True)
     assert "other" not in engine.pool.groups
+
+
+@pytest.mark.parametrize("evicted", [False, True])
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_rank_0_that_takes_the_place_of_a_ready_one_is_not_ready_before_it_has_its_guarantee(
+    engine: Engine, evicted: bool, restarted: bool
+) -> None:
+    first, second = engine.client(0, guarantee=4), engine.client(1, guarantee=4)
+    page = engine.page(second)
+    if evicted:
+        engine.dispatcher.registry.evict(engine.pool.sessions[first.number])
+    else:
+        engine.kill(first)
+    bystander = engine.client(0, "other", world_size=1)
+    taken = slots_of(bystander.alloc(SLOTS - 3))
+    assert engine.hello(2, guarantee=4)[2] == protocol.OK
+    lease = b"another".ljust(16, b".")
+    connection = Connection(engine.dispatcher, b"another")
+    fields = hello_map(lease, rank=0, group="engine-0", world_size=3, guarantee=4, name="another")
+    assert connection.send(protocol.HELLO, 0, 1, 0, 0, 0, fields) is None  # waits for four free slots
+    assert (page.items[gp.H_FORMED], page.is_complete()) == (1, False)
+    if restarted:
+        engine.restart()
+        connection = Connection(engine.dispatcher, b"another")
+        assert connection.send(protocol.HELLO, 0, 2, 0, 0, 0, fields) is None
+        bystander = engine.client(0, "other", world_size=1)
+        assert not page.is_complete()
+    bystander.post(protocol.FREE, taken[0])
+    (greeting,) = connection.late_bodies()
+    assert protocol.unpack(greeting, len(greeting))[2] == protocol.OK
+    assert page.is_complete()
+    engine.dispatcher.registry.check()
 
 
 def test_hello_again_is_the_same_rank(engine: Engine) -> None:
@@ -207,6 +241,15 @@ def test_a_rank_that_leaves_is_gone_and_answered_like_a_session(engine: Engine) 
     engine.restart()
     assert engine.states() == {0: "live", 1: "gone", 2: "live"}
     assert ends(page) == [0, gp.LEFT, 0]
+
+
+def test_a_gone_rank_is_audited_as_gone(engine: Engine) -> None:
+    ranks = [engine.client(rank, world_size=2) for rank in range(2)]
+    ranks[1].request(protocol.DETACH)
+    operator = Connection(engine.dispatcher, b"operator")
+    audit = operator.ask(protocol.AUDIT, 0, 1, 0, 0, 0, "default")
+    assert audit[2] == protocol.OK
+    assert [holder["state"] for holder in audit[3]["holders"]] == ["live", "gone"]
 
 
 def test_all_that_died_while_no_allocator_ran_end_at_once(engine: Engine) -> None:

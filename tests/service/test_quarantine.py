@@ -216,6 +216,23 @@ def test_the_other_ranks_hear_of_a_death_before_its_quarantine_is_over_and_keep_
     assert (pool.ledger.free_count, pool.groups) == (8, {})
 
 
+def test_a_rank_that_died_before_all_have_joined_is_named_to_those_that_then_have(
+    registry: Registry, pool: Pool, leases: TestLeases
+) -> None:
+    """Its guarantee is kept back, and with it its place."""
+    options = {"group": "engine", "world_size": 2, "guarantee": 3}
+    pool.shards = (*pool.shards, Shard("keeper-default-1.sock", bytes(16), CUDA_IPC))
+    first, _ = registry.attach(wants(RANKS[0], rank=0, **options), b"0")
+    pool.grant(first, 3, GUARANTEE_REQUEST)
+    pool.commit()
+    die(registry, leases, now=100.0, lease=RANKS[0])
+    assert first.group is not None
+    page = first.group.page
+    assert page.word(0, gp.R_END) == 0
+    registry.attach(wants(RANKS[1], rank=1, **options), b"1")
+    assert (page.word(0, gp.R_END), page.items[gp.H_TROUBLE]) == (gp.DIED, 1)
+
+
 def test_a_group_on_gpus_of_which_all_have_died_is_quarantined_by_the_next_allocator(
     tmp_path: Path, registry: Registry, pool: Pool, leases: TestLeases
 ) -> None:

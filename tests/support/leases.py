@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 from mambapool.pool.errors import ProtocolError
 from mambapool.service.leases import Lock
 
@@ -12,8 +14,11 @@ class NamedLease:
     def __init__(self, name: bytes, leases: TestLeases) -> None:
         self.name = name
         self._leases = leases
+        self.closed = False
 
     def is_held(self) -> bool:
+        if self.closed:
+            raise OSError(errno.EBADF, "the lease was forgotten, its file is closed")
         return self.name not in self._leases.dead
 
     def close(self) -> None:
@@ -51,3 +56,5 @@ class TestLeases:
 
     def forget(self, lease: Lock, *, dead: bool) -> None:
         self.open_names.discard(lease.name)
+        if isinstance(lease, NamedLease):
+            lease.closed = True
