@@ -355,6 +355,71 @@ with connect(directory, rank=1) as worker:
     assert ended(ranks) == [0, 0]
 
 
+OFFERED_BACK = """
+from mambapool.pool.errors import InvalidSlots
+def tried(call):
+    try:
+        return call()
+    except InvalidSlots as error:
+        return [type(error).__name__, error.slots]
+worker = join()
+say(worker.session)
+mine = worker.accept(5.0)
+worker.transfer(mine, to=int(hear()))
+say("offered")
+ids = mine.tolist()
+for call in (
+    lambda: worker.allocator.free(ids),
+    lambda: worker.allocator.free(device_ids(*ids, ordinal=rank)),
+    lambda: worker.allocator.free(mine),
+    lambda: worker.allocator.available_size(),
+):
+    hear()
+    say(tried(call))
+hear()
+worker.close()
+"""
+
+
+@pytest.mark.parametrize("guarantee", [0, 2])
+def test_a_free_of_what_was_on_offer_is_rank_0s_to_decide(gpu_pool: GpuPool, guarantee: int) -> None:
+    ranks = ranks_of(gpu_pool, OFFERED_BACK, options=f"{{'guarantee': {guarantee}}}")
+    session = heard(ranks)[0]
+    giver = gpu_pool.start(
+        """
+worker = connect(directory)
+worker.transfer(worker.allocator.alloc(2), to=int(sys.argv[2]))
+hear()
+""",
+        session,
+    )
+    receiver = gpu_pool.start("worker = connect(directory)\nsay(worker.session)\nhear()")
+    number = receiver.hear()
+    for rank in ranks:
+        rank.say(number)
+    assert heard(ranks) == ["offered"] * 2
+    # Rank 0 makes each call before the offer ends, the other one after that.
+    for _ in range(2):
+        ranks[0].say("free")
+        assert ranks[0].hear().startswith("['NotHolder'")
+    receiver.say("end")
+    assert receiver.wait() == 0
+    wait_until(lambda: gpu_pool.daemon.pool()["offered"] == 0, "the offer has ended")
+    for _ in range(2):
+        ranks[1].say("free")
+        assert ranks[1].hear().startswith("['NotHolder'")
+    for rank in ranks:
+        rank.say("free")
+    assert heard(ranks) == ["None", "None"]
+    for rank in ranks:
+        rank.say("count")
+    counted = heard(ranks)
+    assert counted[0] == counted[1]
+    assert ended(ranks) == [0, 0]
+    giver.say("end")
+    assert giver.wait() == 0
+
+
 def test_a_rank_that_closes_while_its_gpu_works_keeps_the_groups_slots(gpu_pool: GpuPool) -> None:
     script = """
 worker = join()
