@@ -97,7 +97,7 @@ def _draw_occupancy(
     # Each label at a place of its own along the axis: levels may be close to one another.
     if summary.in_step:
         _mark(axes, summary.peak_held, 1.0, f"peak of all together: {summary.peak_held}")
-        if summary.partitioned_need is not None and summary.partitioned_need > summary.peak_held:
+        if summary.partitioned_need > summary.peak_held:
             most = summary.partitioned_need
             _mark(axes, most, 0.76, f"equal parts, one per scheduler: {summary.partitioned_need}")
     if summary.slots <= 1.5 * most:

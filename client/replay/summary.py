@@ -35,8 +35,8 @@ class ReplaySummary:
     Held slots are those of requests and of open windows, over the whole pool and by the clock of the trace. Each
     scheduler has a clock of its own: where requests waited, or more were held at once by these clocks than the pool
     has, they tell nothing of each other, and ``in_step`` is False. Then ``peak_held`` is the most that were not free
-    when a scheduler looked, whoever had them, and ``mean_held`` is None. ``partitioned_need`` and ``partitioned_sum``
-    are None when requests waited.
+    when a scheduler looked, whoever had them, and ``mean_held`` means nothing. ``partitioned_need`` and
+    ``partitioned_sum`` do not when requests waited.
     ``mismatches`` are those of all ranks; ``rank_messages`` has the messages of each rank, all schedulers together.
     ``waits`` counts requests that waited at least one step for a slot. The percentiles, in microseconds, are
     of calls for slots that cost a message, and None if there was none. ``findings`` are the first lines
@@ -52,9 +52,9 @@ class ReplaySummary:
     alloc_p50_us: float | None
     alloc_p99_us: float | None
     peak_held: int
-    mean_held: float | None
-    partitioned_need: int | None
-    partitioned_sum: int | None
+    mean_held: float
+    partitioned_need: int
+    partitioned_sum: int
     seconds: float
     schedulers: int
     slots: int
@@ -88,9 +88,9 @@ class ReplaySummary:
             Row("alloc p50", _microseconds(self.alloc_p50_us), "of calls for slots that cost a message"),
             Row("alloc p99", _microseconds(self.alloc_p99_us), ""),
             Row("peak held", f"{self.peak_held:,}", self._peak_note()),
-            Row("mean held", *_or_none(self.mean_held, ".1f", "over the time of the trace", _NO_MEAN)),
-            Row("partitioned need", *_or_none(self.partitioned_need, ",", _EQUAL_PARTS, _CUT_OFF)),
-            Row("partitioned sum", *_or_none(self.partitioned_sum, ",", _OWN_PARTS, _CUT_OFF)),
+            _row_if(self.in_step, "mean held", f"{self.mean_held:.1f}", "over the time of the trace", _NO_MEAN),
+            _row_if(not self.waits, "partitioned need", f"{self.partitioned_need:,}", _EQUAL_PARTS, _CUT_OFF),
+            _row_if(not self.waits, "partitioned sum", f"{self.partitioned_sum:,}", _OWN_PARTS, _CUT_OFF),
             Row("seconds", f"{self.seconds:.1f}", f"{_ratio(self.steps, self.seconds):,.0f} steps a second"),
         ]
 
@@ -133,9 +133,9 @@ def summarize(options: ReplayOptions, requests: int, run: Run) -> ReplaySummary:
         alloc_p50_us=percentile(alloc_us, 50),
         alloc_p99_us=percentile(alloc_us, 99),
         peak_held=usage.peak if in_step else max(result.most_in_use for result in results),
-        mean_held=round(usage.mean, 3) if in_step else None,
-        partitioned_need=None if waits else options.schedulers * max(peaks),
-        partitioned_sum=None if waits else sum(peaks),
+        mean_held=round(usage.mean, 3),
+        partitioned_need=options.schedulers * max(peaks),
+        partitioned_sum=sum(peaks),
         seconds=round(run.seconds, 3),
         schedulers=options.schedulers,
         slots=run.slots,
@@ -155,9 +155,9 @@ def percentile(ascending: Sequence[float], percent: float) -> float | None:
     return ascending[rank - 1]
 
 
-def _or_none(value: float | None, form: str, note: str, why_not: str) -> tuple[str, str]:
-    """A figure and what it means; ``-`` and why there is none."""
-    return ("-", why_not) if value is None else (f"{value:{form}}", note)
+def _row_if(means: bool, label: str, value: str, note: str, why_not: str) -> Row:
+    """A figure and what it is; ``-`` and why it means nothing."""
+    return Row(label, value, note) if means else Row(label, "-", why_not)
 
 
 def _count(number: int, what: str) -> str:

@@ -58,9 +58,6 @@ def test_schedulers_share_a_pool_over_the_shipped_trace(daemon_with_states: Daem
     assert summary.ok
     assert (summary.requests, summary.finished, summary.mismatches, summary.waits) == (60, 60, 0, 0)
     assert summary.messages <= 0.3 * summary.steps
-    assert summary.mean_held is not None
-    assert summary.partitioned_sum is not None
-    assert summary.partitioned_need is not None
     assert 0 < summary.mean_held < summary.peak_held <= summary.partitioned_sum <= summary.partitioned_need
     assert summary.partitioned_need <= summary.slots == 300
     assert seen[-1] == (60, 60)
@@ -88,7 +85,6 @@ def test_a_pool_that_is_too_small_for_all_makes_requests_wait_and_serves_them(
     assert summary.ok
     assert summary.waits > 0
     assert 3 <= summary.peak_held <= summary.slots == 8
-    assert (summary.mean_held, summary.partitioned_need, summary.partitioned_sum) == (None, None, None)
     assert summary.messages <= 0.3 * summary.steps
     assert daemon.pool()["free"] == 8
 
