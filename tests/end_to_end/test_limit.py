@@ -9,7 +9,7 @@ from fresh_pool import FreshPool, FreshPoolFactory, drain, ids
 from leased_clients import restart
 
 from mambapool.client import Worker
-from mambapool.pool.errors import ProtocolError
+from mambapool.pool.errors import ConfigError
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_guarantee_and_limit_together_leave_room_for_transfers_only(pool: FreshP
 
 @pytest.mark.parametrize("limit", [0, -1])
 def test_a_limit_that_allows_nothing_is_refused(pool: FreshPool, limit: int) -> None:
-    with pytest.raises(ProtocolError, match="limit"):
+    with pytest.raises(ConfigError, match="limit"):
         pool.connect(limit=limit)
     assert len(pool.status()["holders"]) == 1
 
