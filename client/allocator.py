@@ -200,12 +200,6 @@ class SlotAllocator(SlotMessages):
         """How often ``clear()`` was called."""
         return self._clears
 
-    def offer(self, slots: list[int]) -> None:
-        """These are offered to another session: not to be freed from now on."""
-        self._check_usable()
-        with self._lock:
-            self._record.offer(slots)
-
     def offering(self, slots: list[int]) -> None:
         """An offer of these is about to be sent: they cannot be freed until more is known."""
         self._check_usable()

@@ -15,7 +15,7 @@ from mambapool.client.device_slots import DeviceSlotTensors
 from mambapool.client.fenced_limbo import Entry, FencedLimbo
 from mambapool.client.fences import Event, Fences
 from mambapool.client.forms import packed, packed_ids
-from mambapool.client.record import HELD, LEAVING, OFFERING
+from mambapool.client.record import HELD, LEAVING
 from mambapool.client.transport import Transport
 from mambapool.pool import cuda_tensors, protocol
 from mambapool.pool.errors import AllocatorUnavailable, DoubleFree, InvalidSlots
@@ -302,8 +302,7 @@ class Fenced(SlotAllocator):
     def _send_offer(self, entry: Entry) -> None:
         with self._lock:
             slots = self._plain(entry.places)
-            for slot in slots:
-                self._marks[slot] = OFFERING
+            self._record.note_offer(slots)
         deadline = time.monotonic() + _OFFER_S
         try:
             self._transport.call(protocol.OFFER, packed_ids(slots), entry.receiver, deadline=deadline)

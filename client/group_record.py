@@ -6,7 +6,6 @@ import numpy as np
 
 from mambapool.client.record import HELD, OFFERED, Record
 from mambapool.pool.errors import InvalidSlots, NotHolder
-from mambapool.pool.slot_table import SlotTableReader
 
 
 class Undecided(Exception):
@@ -18,11 +17,6 @@ class GroupRecord(Record):
 
     So what is on offer stays marked, accepted or not, until a call of the group says what became of it.
     """
-
-    def __init__(self, table: SlotTableReader, session: int, cells: int = 0) -> None:
-        super().__init__(table, session, cells)
-        #: By which grant the group had what it offered, see :meth:`_grant_of`.
-        self._offered_of: dict[int, tuple[int, int]] = {}
 
     def count(self) -> int:
         """How many slots the group has, offered ones included, as the slot table is now."""
@@ -70,18 +64,6 @@ class GroupRecord(Record):
     def is_ours(self, slot: int) -> bool:
         """Whether the slot table says so now."""
         return self._table.holder_of(slot) == self.session
-
-    def _is_still_ours(self, slot: int) -> bool:
-        """Whether the group has it since before it offered it.
-
-        What was accepted may be the group's again, in its window, in its limbo, or by a call that was given up: then
-        nobody was given it.
-        """
-        return self.is_ours(slot) and self._grant_of(slot) == self._offered_of[slot]
-
-    def _grant_of(self, slot: int) -> tuple[int, int]:
-        """How often the slot had been handed out, and which request has brought it to its holder."""
-        return self._table.generation_of(slot), self._table.request_of(slot)
 
     def _refuse_unless_back(self, slots: list[int]) -> None:
         if faulty := [slot for slot in slots if self.marks[slot] not in (HELD, OFFERED)]:

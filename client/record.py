@@ -34,6 +34,8 @@ class Record:
         self._table = table
         #: Whose slots these are: a session's, or those of a group's rank 0.
         self.session = session
+        #: By which grant the caller had what it offered, see :meth:`_grant_of`.
+        self._offered_of: dict[int, tuple[int, int]] = {}
 
     def hold(self, slots: list[int]) -> None:
         """These were handed to the caller."""
@@ -47,13 +49,16 @@ class Record:
         """These, distinct and in range, come back; refused whole if the caller does not hold them all."""
         self._change(slots, 0)
 
-    def offer(self, slots: list[int]) -> None:
-        """These are on offer from now on; refused whole if the caller does not hold them all."""
-        self._change(slots, OFFERED)
-
     def offering(self, slots: list[int]) -> None:
         """An offer of these is under way; refused whole if the caller does not hold them all."""
         self._change(slots, OFFERING)
+        self.note_offer(slots)
+
+    def note_offer(self, slots: list[int]) -> None:
+        """These, which the caller has, are about to be offered."""
+        self._offered_of.update((slot, self._grant_of(slot)) for slot in slots)
+        for slot in slots:
+            self.marks[slot] = OFFERING
 
     def offered(self, slots: list[int]) -> None:
         """What was under way is for the slot table to tell from now on."""
@@ -103,7 +108,7 @@ class Record:
         if OFFERED in self.marks:
             for slot in np.flatnonzero(self._view == OFFERED).tolist():
                 # In this order: who accepts is written as the holder before the offer ends.
-                if not self._table.offered_to(slot) and self._table.holder_of(slot) == self.session:
+                if not self._table.offered_to(slot) and self._is_still_ours(slot):
                     self.marks[slot] = HELD
 
     def end_offer(self, slots: list[int]) -> bool:
@@ -119,8 +124,20 @@ class Record:
         """What was on offer and has another holder now was accepted: nobody tells the giver."""
         if OFFERED in self.marks:
             for slot in np.flatnonzero(self._view == OFFERED).tolist():
-                if self._table.holder_of(slot) != self.session:
+                if not self._is_still_ours(slot):
                     self.marks[slot] = 0
+
+    def _is_still_ours(self, slot: int) -> bool:
+        """Whether the caller has it since before it offered it.
+
+        What was accepted may be this session's again, in a window, in limbo, or by a call under way: then the caller
+        was not given it yet.
+        """
+        return self._table.holder_of(slot) == self.session and self._grant_of(slot) == self._offered_of[slot]
+
+    def _grant_of(self, slot: int) -> tuple[int, int]:
+        """How often the slot had been handed out, and which request has brought it to its holder."""
+        return self._table.generation_of(slot), self._table.request_of(slot)
 
     def refuse(self, slots: list[int]) -> None:
         """Raise what is wrong with freeing these: who has them is in the slot table."""

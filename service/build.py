@@ -96,10 +96,9 @@ class _Builder:
         if self._config.fresh and uuid is not None:
             # The keepers were started just now: whatever was held is gone with the memory before.
             return None
-        description = pool.slots, _digest(pool), uuid
-        if forget_left_over(self._directory, pool.name, *description):
+        if uuid is not None and forget_left_over(self._directory, pool.name, uuid):
             return None
-        return recover_table(path, *description)
+        return recover_table(path, pool.slots, _digest(pool), uuid)
 
     def _created_by_clients(self, described: set[str]) -> list[SlotTableWriter]:
         """Tables of allocator-only pools that clients made and still use."""

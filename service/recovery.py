@@ -51,27 +51,24 @@ def recover_table(path: Path, slots: int, digest: bytes, uuid: bytes | None) -> 
     return table
 
 
-def forget_left_over(directory: RuntimeDir, pool: str, slots: int, digest: bytes, uuid: bytes | None) -> bool:
-    """Whether the pool's slot table is of a pool before this one, and none of its sessions lives.
+def forget_left_over(directory: RuntimeDir, pool: str, uuid: bytes) -> bool:
+    """Whether the pool's slot table is of memory before that of ``uuid``, and none of its sessions lives.
 
-    Of memory before that of ``uuid``; or, of an allocator-only pool, of another description. So it is after a stop
-    and a start of everything, or a reboot, where the runtime directory lasts longer than its processes. Then it
-    says nothing about anybody, and its sessions' lease files are removed.
+    So it is after a stop and a start of everything, or a reboot, where the runtime directory lasts longer than
+    its processes. Then it says nothing about anybody, and its sessions' lease files are removed.
     """
     try:
         table = SlotTableWriter.recover(directory.slot_table(pool))
     except MambaPoolError:
         return False  # refused with its reason, where it is taken over
-    described = (table.layout.slots, table.digest) == (slots, digest)
-    if described if uuid is None else table.uuid == uuid:
+    if table.uuid == uuid:
         return False
     leases = [row.lease for row in table.sessions()]
     if any(_is_held(directory, lease) for lease in leases):
         return False
     for lease in leases:
         directory.lease(lease).unlink(missing_ok=True)
-    before = "of a pool of another description" if uuid is None else "of memory that is gone"
-    _log.info("pool %s starts anew: the slot table that was left here is %s", pool, before)
+    _log.info("pool %s starts anew: the memory of the slot table that was left here is gone", pool)
     return True
 
 

@@ -84,12 +84,12 @@ def test_every_client_of_every_rank_is_told_and_serve_ends_with_a_failure(
 
     def wait() -> None:
         with pytest.raises(PoolLost) as lost:
-            daemon.connect().allocator.alloc(16, timeout=60.0)
+            daemon.connect().allocator.alloc(12, timeout=60.0)
         waiting_error.append(lost.value)
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    wait_until(lambda: daemon.pool()["waiting"] == 16, "one waits")
+    wait_until(lambda: daemon.pool()["waiting"] == 12, "one waits")
     pid = kill_keeper(daemon)
     # Slots of the open window come without a message: these too stop, within a tick or so.
     wait_until(lambda: all(is_lost(w.allocator.available_size) for w in workers), "all are told", timeout=2.0)

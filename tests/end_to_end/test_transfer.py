@@ -17,7 +17,7 @@ from processes import Children, paused
 from mambapool.client import Worker
 from mambapool.client.record import HELD, OFFERED, Record
 from mambapool.pool import slot_table as st
-from mambapool.pool.errors import AllocatorUnavailable, InvalidSlots, NotHolder
+from mambapool.pool.errors import AllocatorUnavailable, DoubleFree, InvalidSlots, NotHolder
 
 DaemonFactory = Callable[..., Daemon]
 
@@ -523,6 +523,26 @@ def test_both_sides_free_at_once_and_one_of_them_is_refused(
     assert sorted(drain(pool.owner.allocator)) == list(range(1, 17))
 
 
+def test_a_slot_that_came_back_into_the_givers_window_is_not_the_givers_to_free(
+    pool: FreshPool, giver: Worker, receiver: Worker
+) -> None:
+    """It was accepted, freed, and granted again; nobody was handed it yet."""
+    giver.transfer(torch.tensor([2, 3]), to=receiver.session)
+    receiver.allocator.free(receiver.accept())
+    pool.settle()
+    giver.allocator.alloc_group_begin(14)
+    for slot in (2, 3):
+        with pytest.raises(DoubleFree):
+            giver.allocator.free(torch.tensor([slot]))
+    assert giver.allocator.held() == [1, 4]
+    window = [int(giver.allocator.alloc(1)) for _ in range(14)]
+    assert window[-2:] == [2, 3]
+    giver.allocator.free(torch.tensor(window))
+    giver.allocator.alloc_group_end()
+    pool.settle()
+    assert pool.held_by(giver) == {1, 4}
+
+
 class _AcceptedMeanwhile(st.SlotTableReader):
     """A table in which an offer is accepted between two looks at it: the owner changes, then the offer goes."""
 
@@ -543,8 +563,10 @@ def test_a_slot_that_is_accepted_while_it_is_looked_at_is_not_taken_for_the_give
     table = _AcceptedMeanwhile(pool.daemon.directory.slot_table(pool.name))
     record = Record(table, session=1)
     record.hold([3])
-    record.offer([3])
+    record.offering([3])
+    record.offered([3])
     assert record.marks[3] == OFFERED
+    table.looks = 0
     with pytest.raises(NotHolder):
         record.give_back([3])
     assert record.marks[3] != HELD

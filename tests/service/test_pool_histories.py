@@ -309,7 +309,7 @@ class PoolHistory(RuleBasedStateMachine):
         session.client.request_id = request_id
         assert fields(reply) == [request_id, EPOCH, OK]
         session.open[request_id] = Open(body, reply or b"")
-        self.model.offers.append(Offered(session.number, receiver.number, tuple(slots)))
+        self.model.offers.append(Offered(session.number, receiver.number, tuple(slots), session.client.request_id))
         if receiver.accepting:
             self.late[receiver.number].append(self._accept(receiver, receiver.accepting))
             receiver.accepting = 0
@@ -438,6 +438,8 @@ class PoolHistory(RuleBasedStateMachine):
         own = self.model.own(session.number)
         self.model.give_back([slot for slot in granted if slot in own and self.model.request[slot] == request_id])
         self.queue = [turn for turn in self.queue if (turn.session, turn.request_id) != (session, request_id)]
+        made = session.number, request_id
+        self.model.offers = [offer for offer in self.model.offers if (offer.giver, offer.request) != made]
         session.waiting.pop(request_id, None)
         session.accepting = 0 if session.accepting == request_id else session.accepting
         session.window = 0 if session.window == request_id else session.window

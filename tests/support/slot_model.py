@@ -55,6 +55,7 @@ class Offered:
     giver: int
     receiver: int
     slots: tuple[int, ...]
+    request: int = 0
 
 
 @dataclass
