@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from daemons import SMALL_STATE, Daemon, wait_until
-from fresh_pool import FreshPool, FreshPoolFactory, drain, ids
+from fresh_pool import FreshPool, FreshPoolFactory, drain, granted, ids
 from leased_clients import RECLAIM_S, RemoteClient, outage, restart, values
 from processes import Children, paused
 
@@ -155,8 +155,7 @@ def test_slots_whose_offer_ended_with_its_receiver_are_held_and_cleared_as_befor
 ) -> None:
     guaranteed = pool.connect(guarantee=3)
     giver.transfer(torch.tensor([1, 2, 3]), to=guaranteed.session)
-    granted = ids(guaranteed.accept())
-    assert granted == [1, 2, 3]
+    assert ids(guaranteed.accept()) == [1, 2, 3]
     guaranteed.transfer(torch.tensor([2, 3]), to=receiver.session)
     assert guaranteed.allocator.held() == [1]
     receiver.close()
@@ -528,14 +527,14 @@ def test_a_slot_that_came_back_into_the_givers_window_is_not_the_givers_to_free(
 ) -> None:
     """It was accepted, freed, and granted again; nobody was handed it yet."""
     giver.transfer(torch.tensor([2, 3]), to=receiver.session)
-    receiver.allocator.free(receiver.accept())
+    receiver.allocator.free(granted(receiver.accept()))
     pool.settle()
     giver.allocator.alloc_group_begin(14)
     for slot in (2, 3):
         with pytest.raises(DoubleFree):
             giver.allocator.free(torch.tensor([slot]))
     assert giver.allocator.held() == [1, 4]
-    window = [int(giver.allocator.alloc(1)) for _ in range(14)]
+    window = [int(granted(giver.allocator.alloc(1))) for _ in range(14)]
     assert window[-2:] == [2, 3]
     giver.allocator.free(torch.tensor(window))
     giver.allocator.alloc_group_end()

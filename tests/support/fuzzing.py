@@ -117,7 +117,9 @@ class MessageFuzzer:
         hello: dict[str, Any] = {"versions": [1, 1], "lease": lease, "pool": "default", "name": "fuzz", "pid": 1}
         hello |= {"rank": 0, "guarantee": chance.choice((0, 0, 3)), "limit": None, "slots": None, "expect": None}
         if chance.random() < 0.1:
-            hello |= {"pool": "made", "create_slots": chance.choice((4, 100))}
+            # With a guarantee of more than that, or somebody else's lease, it is refused: then there is no such pool.
+            hello |= {"pool": f"made-{chance.randrange(4)}", "create_slots": chance.choice((4, 100))}
+            hello["guarantee"] = chance.choice((0, 3, 101))
         return hello
 
     def _address(self, fields: list[Any], target: Target) -> None:
