@@ -20,9 +20,9 @@ from mambapool.pool.runtime_dir import RuntimeDir
 
 _log = logging.getLogger("mambapool.allocator")
 
-#: The door is closed while fewer descriptors than these are free, or a quarter of the limit: a session needs four, and
-#: those who wait in the listener's backlog are inside already.
-SPARE_DESCRIPTORS = 192
+#: The door is closed while fewer descriptors than these are free, or half of the limit: a session needs four,
+#: and until this is noticed, libzmq accepts one in 20 µs.
+SPARE_DESCRIPTORS = 512
 BACKLOG = 64
 
 # Where the socket is while nobody shall find it.
@@ -57,7 +57,7 @@ class Door:
         """Close it while descriptors are scarce: those who are here need theirs."""
         with self._lock:
             most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            spare = min(SPARE_DESCRIPTORS, most // 4)
+            spare = min(SPARE_DESCRIPTORS, most // 2)
             free = most - _open_descriptors(most)
             if not self._is_full and free < spare:
                 self._open.rename(self._hidden)

@@ -14,7 +14,7 @@ from mambapool.pool import protocol
 from mambapool.pool.protocol import OK
 
 #: An unpatched libzmq aborts at the limit; far above it nobody is refused.
-LIMIT = 96
+LIMIT = 160
 
 
 @pytest.fixture
