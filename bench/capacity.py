@@ -34,7 +34,7 @@ PIPELINED_LIMIT = 0.40
 SLICE_S = 0.1
 
 #: In all slices of a run.
-MOST_PIPELINED_CALLS = 300_000
+MOST_PIPELINED_CALLS = 1_000_000
 #: A refusal says in words what is wrong.
 SHORTEST_REFUSAL_BYTES = 40
 
