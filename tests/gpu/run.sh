@@ -26,4 +26,6 @@ install --no-build-isolation "$work/source[cuda,test]"
 nvidia-smi -L || true
 "$work/venv/bin/python" -c 'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda)'
 "$work/venv/bin/mambapool" doctor --device cuda || true
-"$work/venv/bin/python" -m pytest tests/gpu -m gpu -rs -s --durations=0
+# Whatever plugins the image has: only ours.
+PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 "$work/venv/bin/python" -m pytest -p pytest_asyncio.plugin -p pytest_timeout \
+    tests/gpu -m gpu -rs -s --durations=0
