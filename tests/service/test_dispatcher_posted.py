@@ -143,6 +143,7 @@ def test_end_gives_back_the_frees_in_call_order_and_then_the_unused_rest(client:
     assert client.post(END, ids(4, 1, 6, 7)) is None
     assert free_list(pool) == [*range(8, 17), 4, 1, 6, 7]
     assert (client.session.window, pool.windows(), client.session.held) == (0, {}, 3)
+    assert [session.window for session in pool.table.sessions()] == [0], "a restart finds no window either"
 
 
 def test_an_end_without_a_window_frees_like_a_free(client: Client, pool: Pool) -> None:
