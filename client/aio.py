@@ -103,7 +103,7 @@ class AsyncWorker:
         self._worker.fence_streams(streams)
 
     async def transfer(self, slots: torch.Tensor, to: int) -> None:
-        """As :meth:`Worker.transfer`. Cancelled, the offer may have been made or not: the slot table knows."""
+        """As :meth:`Worker.transfer`. Cancelled, the offer is taken back, unless it was accepted before."""
         await self._transfers.offer(slots, check_session(to))
 
     async def accept(self, timeout: float = 0.0) -> torch.Tensor | None:

@@ -21,6 +21,8 @@ from mambapool.pool import protocol
 from mambapool.pool.errors import ClientClosed, MambaPoolError
 from mambapool.pool.runtime_dir import RuntimeDir
 
+_GRANTS = (protocol.ALLOC, protocol.BEGIN)
+
 
 class Exchange:
     """Requests that are answered at once, and posted messages. Safe in several threads.
@@ -110,8 +112,8 @@ class Exchange:
             elif posted.queue:
                 # What went before is applied: else the answer were another one.
                 posted.forget_applied(number)
-            if self.refusals and op in protocol.CANCELLED_OPS:
-                # Something before it was refused: as if this had not been asked.
+            if self.refusals and op in _GRANTS:
+                # Something before it was refused: as if this had not been asked. An offer stands: its receiver has it.
                 self._raise_refusal()
         except BaseException:  # Ctrl-C too: whatever ends the wait, nobody takes the answer any more
             if request_id and op in protocol.CANCELLED_OPS:

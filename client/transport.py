@@ -41,10 +41,8 @@ class Transport(Exchange):
         try:
             yield reply
         finally:
-            if reply is not None:
-                with self.lock:
-                    self.connection.close_request(reply[0])
-                self.flush()
+            if reply is not None and reply[2] == protocol.OK:
+                self._close(reply[0])
 
     def call_and_wait(
         self,
@@ -88,7 +86,17 @@ class Transport(Exchange):
                 reply = self._resolve(request_id, op)
             else:
                 self._until_applied(cancel.number)
-        return None if reply is None else self._checked(op, reply)
+        try:
+            return None if reply is None else self._checked(op, reply)
+        except MambaPoolError:
+            if leave_open:
+                self._close(request_id)
+            raise
+
+    def _close(self, request_id: int) -> None:
+        with self.lock:
+            self.connection.close_request(request_id)
+        self.flush()
 
     @property
     def has_unresolved(self) -> bool:

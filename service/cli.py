@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from mambapool.pool.errors import MambaPoolError
 from mambapool.pool.exits import EXIT_FAILED, exit_status
+from mambapool.pool.runtime_dir import RuntimeDir
 from mambapool.pool.version import VERSION
 from mambapool.service.commands.allocator import allocator
 from mambapool.service.commands.audit import audit
@@ -27,6 +30,67 @@ from mambapool.service.commands.scheduler import scheduler
 from mambapool.service.commands.serve import serve
 from mambapool.service.commands.status import status
 
+if TYPE_CHECKING:
+    from mambapool.client.replay.options import ReplayOptions
+    from mambapool.client.replay.summary import ReplaySummary
+
+
+class Client:
+    """What commands use of the client, which nothing else of the service imports: it is their context's object.
+
+    Each part is imported when it is used: the client takes longer than most commands, and a replay needs torch.
+    """
+
+    def ask_status(self, directory: RuntimeDir, timeout: float) -> dict[str, Any]:
+        from mambapool.client.operators import ask_status
+
+        return ask_status(directory, timeout)
+
+    def ask_audit(self, directory: RuntimeDir, timeout: float, pool: str) -> dict[str, Any]:
+        from mambapool.client.operators import ask_audit
+
+        return ask_audit(directory, timeout, pool)
+
+    def evict(self, directory: RuntimeDir, timeout: float, session: int, *, force: bool) -> dict[str, Any]:
+        from mambapool.client.operators import evict
+
+        return evict(directory, timeout, session, force=force)
+
+    def replay_options(self, **fields: Any) -> ReplayOptions:
+        from mambapool.client.replay.options import ReplayOptions
+
+        return ReplayOptions(**fields)
+
+    def check_plot(self, path: Path) -> None:
+        from mambapool.client.replay.plot import check_plot
+
+        check_plot(path)
+
+    def run_replay(
+        self, options: ReplayOptions, progress: Callable[[int, int], None], plot: Path | None
+    ) -> ReplaySummary:
+        from mambapool.client.replay.command import run_replay
+
+        return run_replay(options, progress, plot)
+
+    def most_schedulers(self) -> int:
+        from mambapool.client.replay.options import MOST_SCHEDULERS
+
+        return MOST_SCHEDULERS
+
+    def join_replay(
+        self, directory: RuntimeDir, name: str, timeout: float, scheduler: int | None, rank: int | None
+    ) -> None:
+        from mambapool.client.replay.joining import join
+
+        join(directory, name, timeout, scheduler, rank)
+
+    def run_scheduler(self) -> int:
+        """Imports torch."""
+        from mambapool.client.replay.worker_process import main
+
+        return main()
+
 
 @click.group(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -34,12 +98,14 @@ from mambapool.service.commands.status import status
     "1 failed, 2 usage, 3 another daemon has the directory, 4 not reachable.",
 )
 @click.version_option(VERSION, prog_name="mambapool")
-def command_line() -> None:
+@click.pass_context
+def command_line(context: click.Context) -> None:
     """Slots of a shared Mamba state pool for many processes.
 
     One allocator process owns the list of free slots and hands out ids; keepers hold the memory, which every
     worker maps. Start with `mambapool serve`, look with `mambapool status`.
     """
+    context.obj = Client()
 
 
 def main() -> None:

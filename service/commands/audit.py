@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,6 +12,9 @@ from mambapool.pool.exits import EXIT_DONE, EXIT_FAILED, EXIT_NOT_REACHABLE, EXI
 from mambapool.service.commands.common import running_daemon
 from mambapool.service.commands.manual import Command
 from mambapool.service.options import DURATION, dir_option, json_option, option, timeout_option
+
+if TYPE_CHECKING:
+    from mambapool.service.cli import Client
 
 
 @click.command(
@@ -31,7 +35,8 @@ from mambapool.service.options import DURATION, dir_option, json_option, option,
 @json_option
 @option("--older-than", type=DURATION, default="0s", metavar="T", help="List only what is held for longer.")
 @timeout_option
-def audit(directory: str | None, as_json: bool, older_than: float, timeout: float) -> None:
+@click.pass_obj
+def audit(client: Client, directory: str | None, as_json: bool, older_than: float, timeout: float) -> None:
     """Check that every slot is in exactly one state, and list who holds what for how long, and what for.
 
     The daemon serves meanwhile: it hands over a copy of each pool's lists, which are checked here. Exit status 1,
@@ -40,11 +45,12 @@ def audit(directory: str | None, as_json: bool, older_than: float, timeout: floa
     Ages and tags do not outlive a restart of the allocator. Of a guarantee, which its holder hands out itself, the
     age is that of the whole and there are no tags.
     """
-    from mambapool.client.operators import ask_audit, ask_status
     from mambapool.service.audit_report import audit_all
 
     place = running_daemon(directory)
-    report = audit_all(ask_status(place, timeout), lambda pool: ask_audit(place, timeout, pool), older_than)
+    report = audit_all(
+        client.ask_status(place, timeout), lambda pool: client.ask_audit(place, timeout, pool), older_than
+    )
     if as_json:
         click.echo(json.dumps(report.to_json()))
     else:

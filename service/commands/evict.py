@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import click
 
@@ -10,6 +11,9 @@ from mambapool.pool.exits import EXIT_DONE, EXIT_FAILED, EXIT_NOT_REACHABLE, EXI
 from mambapool.service.commands.common import running_daemon
 from mambapool.service.commands.manual import Command
 from mambapool.service.options import dir_option, json_option, timeout_option
+
+if TYPE_CHECKING:
+    from mambapool.service.cli import Client
 
 #: Below ``protocol.MAX_NUMBER``, which is written out here: importing it imports numpy, for every ``--help``.
 SESSION = click.IntRange(1, 2**63 - 1)
@@ -33,16 +37,17 @@ SESSION = click.IntRange(1, 2**63 - 1)
 @dir_option
 @json_option
 @timeout_option
-def evict_command(holder: int, force: bool, directory: str | None, as_json: bool, timeout: float) -> None:
+@click.pass_obj
+def evict_command(
+    client: Client, holder: int, force: bool, directory: str | None, as_json: bool, timeout: float
+) -> None:
     """End session number HOLDER (see `mambapool status`) and free what it holds.
 
     For a process that hangs for good, or one that lives where nobody can end it. Refused while the process
     is alive, unless --force: it may still write to slots that somebody else gets. A session of a group stands
     for all its ranks.
     """
-    from mambapool.client.operators import evict
-
-    result = evict(running_daemon(directory), timeout, holder, force=force)
+    result = client.evict(running_daemon(directory), timeout, holder, force=force)
     if result["alive"]:
         click.echo(f"mambapool: warning: session {holder} was alive; its process may still write", err=True)
     if as_json:

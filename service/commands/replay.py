@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,6 +15,9 @@ from mambapool.pool.runtime_dir import RuntimeDir
 from mambapool.service.commands.common import running_daemon
 from mambapool.service.commands.manual import Command
 from mambapool.service.options import TIMEOUT, dir_option, json_option, option
+
+if TYPE_CHECKING:
+    from mambapool.service.cli import Client
 
 
 @click.command(
@@ -64,7 +67,9 @@ from mambapool.service.options import TIMEOUT, dir_option, json_option, option
 )
 @option("--timeout", type=TIMEOUT, default="5s", show_default=True, metavar="T", help="Wait for an answer.")
 @json_option
+@click.pass_obj
 def replay(
+    client: Client,
     traces: tuple[Path, ...],
     directory: str | None,
     pool: str,
@@ -87,14 +92,13 @@ def replay(
     TRACE is a Mooncake JSONL file or an Azure CSV file, plain or .gz. Of one trace all schedulers serve a share; of
     several each has its own. Needs a running daemon whose pool has states, and torch.
     """
-    from mambapool.client.replay.command import run_replay
-    from mambapool.client.replay.options import ReplayOptions
     from mambapool.service.drawing import draw_summary, progress_bar
 
-    options = ReplayOptions(
+    place = running_daemon(directory)
+    options = client.replay_options(
         trace=traces[0],
         more_traces=traces[1:],
-        dir=running_daemon(directory).path,
+        dir=place.path,
         pool=pool,
         schedulers=schedulers if schedulers is not None else _schedulers_for(traces),
         track=track,
@@ -109,12 +113,10 @@ def replay(
         elsewhere=elsewhere,
     )
     if plot is not None:
-        from mambapool.client.replay.plot import check_plot
-
-        check_plot(plot)
-    _check_states(options.dir, pool, timeout, tp_size)
+        client.check_plot(plot)
+    _check_states(client, place, pool, timeout, tp_size)
     with progress_bar("requests") as progress:
-        summary = run_replay(options, progress, plot)
+        summary = client.run_replay(options, progress, plot)
     if as_json:
         click.echo(json.dumps(summary.to_json()))
     else:
@@ -127,11 +129,9 @@ def _schedulers_for(traces: tuple[Path, ...]) -> int:
     return len(traces) if len(traces) > 1 else 4
 
 
-def _check_states(directory: Any, pool: str, timeout: float, tp_size: int) -> None:
+def _check_states(client: Client, directory: RuntimeDir, pool: str, timeout: float, tp_size: int) -> None:
     """Before every scheduler imports torch: the pool is there, and has states."""
-    from mambapool.client.operators import ask_status
-
-    pools = {known["name"]: known for known in ask_status(RuntimeDir(Path(directory)), timeout)["pools"]}
+    pools = {known["name"]: known for known in client.ask_status(directory, timeout)["pools"]}
     if pool not in pools:
         raise ConfigError(f"--pool {pool}: there is no such pool; pools here: {', '.join(pools) or 'none'}")
     shards = pools[pool]["shards"]

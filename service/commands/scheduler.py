@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,6 +12,9 @@ from mambapool.pool.exits import EXIT_DONE, EXIT_FAILED, EXIT_NOT_REACHABLE, EXI
 from mambapool.service.commands.common import running_daemon
 from mambapool.service.commands.manual import Command
 from mambapool.service.options import DURATION, dir_option, option
+
+if TYPE_CHECKING:
+    from mambapool.service.cli import Client
 
 
 @click.command(
@@ -32,28 +36,28 @@ from mambapool.service.options import DURATION, dir_option, option
 @option("--rank", type=click.IntRange(min=0), metavar="R", help="Which of its ranks.  [default: any]")
 @option("--wait", type=DURATION, default="60s", show_default=True, metavar="T", help="Wait so long for a replay.")
 @dir_option
-def scheduler(name: str | None, number: int | None, rank: int | None, wait: float, directory: str | None) -> None:
+@click.pass_obj
+def scheduler(
+    client: Client, name: str | None, number: int | None, rank: int | None, wait: float, directory: str | None
+) -> None:
     """Be one of the schedulers that `mambapool replay TRACE --elsewhere` waits for, in a container for example.
 
     The replay says which requests to run; its TRACE must have the same path here. With its --tp-size T one of the T
     ranks of a scheduler. Needs torch.
     """
-    from mambapool.client.replay.joining import join
-    from mambapool.client.replay.options import MOST_SCHEDULERS
-
+    most = client.most_schedulers()
     for flag, value in (("--scheduler", number), ("--rank", rank)):
-        if value is not None and value >= MOST_SCHEDULERS:
-            raise click.BadParameter(f"{flag} {value}: a replay has 0 to {MOST_SCHEDULERS - 1}")
+        if value is not None and value >= most:
+            raise click.BadParameter(f"{flag} {value}: a replay has 0 to {most - 1}")
     place = running_daemon(directory)
-    join(place, name or socket.gethostname(), wait, number, rank)
+    client.join_replay(place, name or socket.gethostname(), wait, number, rank)
     # Before torch is imported: the schedulers share the processors, and would only take them from each other.
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
-        from mambapool.client.replay.worker_process import main
+        status = client.run_scheduler()
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
         raise ImportError("a scheduler needs torch: pip install 'mambapool[worker]'") from error
-    status = main()
     # As the module does it where it is started alone, and for the same reason.
     os._exit(status)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,6 +16,9 @@ from mambapool.service.commands.common import running_daemon
 from mambapool.service.commands.manual import Command
 from mambapool.service.config import DEFAULT_POOL
 from mambapool.service.options import dir_option, json_option, option, timeout_option
+
+if TYPE_CHECKING:
+    from mambapool.service.cli import Client
 
 
 @click.command(
@@ -45,7 +49,10 @@ from mambapool.service.options import dir_option, json_option, option, timeout_o
 @dir_option
 @json_option
 @timeout_option
-def status(of_keeper: bool, pool: str, rank: int, directory: str | None, as_json: bool, timeout: float) -> None:
+@click.pass_obj
+def status(
+    client: Client, of_keeper: bool, pool: str, rank: int, directory: str | None, as_json: bool, timeout: float
+) -> None:
     """Show pools, holders and counts of a running daemon. Counts are of slots.
 
     held: by requests; windows: granted to a window that is open; offered: in a transfer that nobody has accepted yet. A
@@ -55,9 +62,7 @@ def status(of_keeper: bool, pool: str, rank: int, directory: str | None, as_json
     if of_keeper:
         _show_keeper(directory, pool, rank, timeout, as_json=as_json)
         return
-    from mambapool.client.operators import ask_status
-
-    found = ask_status(running_daemon(directory), timeout)
+    found = client.ask_status(running_daemon(directory), timeout)
     if as_json:
         click.echo(json.dumps(found))
         return

@@ -132,6 +132,7 @@ def test_grants_of_something_else_than_slots_are_refused(
         with between.spoiling(changed(*fields)), pytest.raises(ProtocolError, match="granted something else"):
             eval(f"allocator.{call}", {"allocator": worker.allocator})
         assert worker.allocator.free_slots.numel() == 8, "what was granted is given back"
+        assert not worker._transport.connection.waiting, "no request stays open"
     assert sorted(ids(worker.allocator.alloc(8))) == list(range(1, 9))
 
 

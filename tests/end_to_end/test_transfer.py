@@ -15,7 +15,9 @@ from leased_clients import RECLAIM_S, RemoteClient, outage, restart, values
 from processes import Children, paused
 
 from mambapool.client import Worker
+from mambapool.client.background import background
 from mambapool.client.record import HELD, OFFERED, Record
+from mambapool.pool import protocol
 from mambapool.pool import slot_table as st
 from mambapool.pool.errors import AllocatorUnavailable, DoubleFree, InvalidSlots, NotHolder
 
@@ -273,6 +275,19 @@ def test_slots_cannot_be_freed_while_their_offer_is_under_way(
     monkeypatch.setattr(giver._transport, "call", freed_meanwhile)
     giver.transfer(torch.tensor([2, 3]), to=receiver.session)
     assert ids(receiver.accept()) == [2, 3]
+    assert pool.held_by(giver) == set(giver.allocator.held()) == {1, 4}
+
+
+def test_an_offer_stands_when_a_free_before_it_is_refused(
+    pool: FreshPool, giver: Worker, receiver: Worker
+) -> None:
+    background().remove(giver._transport)  # the notice of the refusal comes just before the offer's answer
+    giver._transport.post(protocol.FREE, 9, 1)
+    giver.transfer(torch.tensor([2, 3]), to=receiver.session)
+    assert ids(receiver.accept()) == [2, 3]
+    with pytest.raises(DoubleFree):
+        giver.allocator.alloc(1)
+    pool.settle()
     assert pool.held_by(giver) == set(giver.allocator.held()) == {1, 4}
 
 
